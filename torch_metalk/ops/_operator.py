@@ -7,10 +7,12 @@ device that has nothing better; the compiled extension only adds kernels for ``M
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 _LIBRARY = torch.library.Library("torch_metalk", "DEF")
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "mps": "AutocastMPS", "cuda": "AutocastCUDA"}
@@ -32,11 +34,12 @@ class _NotDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, *args):
+    def forward(ctx, op, structure, *flat):
         ctx.op_name = op.name()
         ctx.set_materialize_grads(False)
         with below_autograd():
-            return op(*args)
+            result = op(*pytree.tree_unflatten(flat, structure))
+        return tuple(result) if isinstance(result, list) else result
 
     @staticmethod
     def backward(ctx, *grads):
@@ -44,6 +47,13 @@ class _NotDifferentiable(torch.autograd.Function):
             f"{ctx.op_name} was asked for a gradient: torch_metalk operators are differentiable once. "
             "Run the stock modules (torch_metalk.unpatch) where second derivatives are needed."
         )
+
+
+def _not_differentiable(op: torch._ops.OpOverload, *args):
+    flat, structure = pytree.tree_flatten(args)
+    result = _NotDifferentiable.apply(op, structure, *flat)
+    returns_list = len(op._schema.returns) == 1 and isinstance(op._schema.returns[0].type, torch.ListType)
+    return list(result) if returns_list else result
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
@@ -82,7 +92,7 @@ def define(
     _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_metalk::{name}", fake, lib=_LIBRARY)
 
-    differentiate = autograd or (lambda *args: _NotDifferentiable.apply(op, *args))
+    differentiate = autograd or functools.partial(_not_differentiable, op)
 
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _requires_grad(args):

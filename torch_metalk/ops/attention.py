@@ -167,11 +167,12 @@ class _Blocks:
         self.q, self.k, self.v = q, k.to(self.dtype), v.to(self.dtype)
         self.bad_k = self.bad_v = None
         if options.restricts:
-            self.k, self.bad_k = _finite(self.k)
+            self.k, bad_k = _finite(self.k)
             self.v, self.bad_v = _finite(self.v)
+            self.bad_k = None if bad_k is None else bad_k.any(-1)  # [B, Hkv, K]: one bad component spoils a score
         self.batch, self.heads, self.q_len, _ = q.shape
         self.kv_heads, self.k_len = k.shape[1:3]
-        self.group = self.heads // self.kv_heads
+        self.group = self.heads // self.kv_heads if self.kv_heads else 1
         per_row = max(1, self.batch * self.heads * self.k_len)
         self.rows_per_block = max(1, _BLOCK_SCORES // per_row)
 
@@ -181,7 +182,7 @@ class _Blocks:
         return t.reshape(self.batch, self.kv_heads, self.group * t.shape[2], t.shape[3])
 
     def unfold(self, t: Tensor) -> Tensor:
-        return t.reshape(self.batch, self.heads, -1, t.shape[-1])
+        return t.reshape(self.batch, self.heads, t.shape[2] // self.group, t.shape[-1])
 
     def __iter__(self):
         for start in range(0, self.q_len, self.rows_per_block):
@@ -229,7 +230,7 @@ class _Blocks:
 
 
 def _finite(t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """t with zeros where it is not finite, and where that is: for keys per row, for values per element."""
+    """t with zeros where it is not finite, and where that is (None if nowhere)."""
     if t.sum().isfinite():
         return t, None
     finite = t.isfinite()
@@ -246,7 +247,7 @@ def _blockwise(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tens
     o = _empty_like_output(q, v)
     lse = q.new_empty(q.shape[:-1], dtype=blocks.dtype)
     for block in blocks:
-        part = (block.p @ blocks.v).unflatten(2, (blocks.group, -1))
+        part = (block.p @ blocks.v).unflatten(2, (blocks.group, block.rows.stop - block.rows.start))
         blocks.spread_bad_values(part, block.hidden)
         o[:, :, block.rows] = part.flatten(1, 2)
         lse[:, :, block.rows] = block.lse
@@ -268,8 +269,8 @@ def _blockwise_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
             ds = ds.masked_fill(bad_rows, math.nan)
         ds = ds.sub_((do_ * o_).sum(-1, keepdim=True)).mul_(block.p).mul_(block.slope)
         if block.hidden is not None:
-            grid = ds.view(blocks.batch, blocks.kv_heads, blocks.group, -1, blocks.k_len)
-            grid.masked_fill_(block.hidden, 0)
+            rows = block.rows.stop - block.rows.start
+            ds.view(blocks.batch, blocks.kv_heads, blocks.group, rows, blocks.k_len).masked_fill_(block.hidden, 0)
         ds = ds.mul_(options.scale)
         dq[:, :, block.rows] = blocks.unfold(ds @ blocks.k)
         dk += ds.mT @ block.q
@@ -299,8 +300,13 @@ def _fused_bias(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[boo
     if options.mask is not None:
         mask = options.mask if options.mask.dim() == 4 else options.mask[None, None]
         allowed = mask if allowed is None else mask & allowed
-    bias = torch.zeros((), dtype=q.dtype).expand(allowed.shape).masked_fill(~allowed, -math.inf)
-    return True, bias.expand(*(bias.shape[:2] if bias.dim() == 4 else ()), q_len, k_len)
+    bias = torch.zeros((), dtype=q.dtype).masked_fill(~allowed, -math.inf)
+    return True, _dense_rows(bias.expand(*(bias.shape[:2] if bias.dim() == 4 else ()), q_len, k_len))
+
+
+def _dense_rows(t: Tensor) -> Tensor:
+    """torch's fused kernel takes any stride but that of the last dimension, which it believes to be 1."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _eager(
@@ -320,7 +326,7 @@ def _eager(
     if not fused:
         return _blockwise(q, k, v, options)
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal and bias is None, attn_mask=bias, scale=scale
+        *map(_dense_rows, (q, k, v)), 0.0, is_causal and bias is None, attn_mask=bias, scale=scale
     )
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
@@ -370,7 +376,12 @@ def _eager_backward(
     fused, bias = _fused_bias(q, k, v, options)
     if fused:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do.to(q.dtype), q, k, v, o, lse, 0.0, is_causal and bias is None, attn_mask=bias, scale=scale
+            *map(_dense_rows, (do.to(q.dtype), q, k, v, o)),
+            lse,
+            0.0,
+            is_causal and bias is None,
+            attn_mask=bias,
+            scale=scale,
         )
     else:
         grads = _blockwise_backward(do, q, k, v, o, options)

@@ -110,7 +110,7 @@ def _eager_backward(
     dy_, x_, rstd_ = dy.to(dtype), x.to(dtype), rstd.to(dtype).unsqueeze(-1)
     dx = dweight = None
     if output_mask[1] and weight is not None:
-        dweight = (dy_ * x_).mul_(rstd_).reshape(-1, n).sum(0).to(weight.dtype)
+        dweight = (dy_ * x_).mul_(rstd_).reshape(math.prod(x.shape[:-1]), n).sum(0).to(weight.dtype)
     if output_mask[0]:
         if weight is None:
             g = dy_

@@ -13,6 +13,7 @@ from torch_metalk.ops._operator import below_autograd, compute_dtype, define
 from torch_metalk.ops.rope import rotate
 
 _MAX_POSITION = 2**31 - 1
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def rope_positions(
@@ -34,8 +35,8 @@ def rope_positions(
         x: ``[B, ..., S, D]``, float32, float16 or bfloat16 (float64 on the CPU), any strides.
         positions: where the rows of x stand: an int is the position of the first row of each batch element; a list or
             1-D integer tensor ``[B]`` gives the first position of each; a 2-D one ``[B, S]`` gives every position. Not
-            negative, below 2**31. Positions in a tensor on an accelerator are not checked, since that would wait
-            for the device.
+            negative, below 2**31. The values of a tensor on an accelerator, or inside of `torch.compile`, are not
+            checked, since that would wait for the device.
         base: the base of the frequencies, e.g. 10000; positive.
         dims: rotary width, even, at most D; the other components pass through.
         traditional: pairs are ``(2 i, 2 i + 1)`` instead of ``(i, i + dims / 2)``.
@@ -58,19 +59,27 @@ def _positions_tensor(x: Tensor, positions: int | Sequence[int] | Tensor) -> Ten
     if x.dim() < 2:
         _checks.refuse("rope_positions", "x", _checks.shape_of(x), "rank 2 or more, [B, ..., S, D]")
     if isinstance(positions, int) and not isinstance(positions, bool):
-        positions = torch.tensor([positions] * (x.shape[0] if x.dim() > 2 else 1), dtype=torch.int64)
+        positions = [positions] * (x.shape[0] if x.dim() > 2 else 1)
+    if isinstance(positions, Sequence) and not isinstance(positions, str):
+        if not all(isinstance(p, int) for p in positions):
+            _checks.refuse("rope_positions", "positions", repr(positions), "a list of integers", TypeError)
+        if positions:
+            _check_range(x, min(positions), max(positions), offsets=True)
+        positions = torch.tensor(positions, dtype=torch.int64)
     elif not isinstance(positions, Tensor):
-        if not isinstance(positions, Sequence) or isinstance(positions, str):
-            _checks.refuse("rope_positions", "positions", repr(positions), "an int, a list or a tensor", TypeError)
-        positions = torch.tensor(positions) if len(positions) else torch.empty(0, dtype=torch.int64)
-    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype == torch.bool:
+        _checks.refuse("rope_positions", "positions", repr(positions), "an int, a list or a tensor", TypeError)
+    elif positions.dtype not in _INTEGERS:
         _checks.refuse("rope_positions", "positions", f"of dtype {positions.dtype}", "an integer dtype", TypeError)
-    if positions.device.type == "cpu" and positions.numel():
+    elif positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
         low, high = (int(value) for value in torch.aminmax(positions))
-        last = high + (x.shape[-2] - 1 if positions.dim() == 1 else 0)
-        if low < 0 or last > _MAX_POSITION:
-            _checks.refuse("rope_positions", "positions", f"from {low} to {last}", f"0 to {_MAX_POSITION}")
+        _check_range(x, low, high, offsets=positions.dim() == 1)
     return positions.to(device=x.device, dtype=torch.int32)
+
+
+def _check_range(x: Tensor, low: int, high: int, offsets: bool) -> None:
+    last = high + (max(x.shape[-2] - 1, 0) if offsets else 0)
+    if low < 0 or last > _MAX_POSITION:
+        _checks.refuse("rope_positions", "positions", f"from {low} to {last}", f"0 to {_MAX_POSITION}")
 
 
 def _check(x: Tensor, positions: Tensor, base: float, dims: int, scale: float) -> None:
