@@ -118,11 +118,14 @@ def test_autocast(dtype, device):
     """x is cast as autocast casts the base layer's input, adapters keep float32 gradients, the result is the base's."""
     tensors = {n: t.to(device).requires_grad_() for n, t in make(6, 32, 4, 8)().items()}
     weight = torch.randn(8, 32, device=device)
+    kept = []
     with torch.autocast(device.type, dtype):
         base_out = F.linear(tensors["x"], weight)
-        y = ops.lora_linear(tensors["x"], base_out, tensors["lora_a"], tensors["lora_b"], 2.0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+            y = ops.lora_linear(tensors["x"], base_out, tensors["lora_a"], tensors["lora_b"], 2.0)
         expected = base_out + F.linear(F.linear(tensors["x"], tensors["lora_a"]), tensors["lora_b"]) * 2.0
     assert y.dtype == base_out.dtype == expected.dtype == dtype
+    assert kept == [dtype, torch.float32, torch.float32], "x is kept in half precision, as PEFT's own layer keeps it"
     wide = {n: t.detach().cpu().double().requires_grad_() for n, t in tensors.items()}
     exact = F.linear(wide["x"], weight.cpu().double()) + wide["x"] @ wide["lora_a"].T @ wide["lora_b"].T * 2.0
     names = ["x", "lora_a", "lora_b"]

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, run
 from torch_metalk import ops
 
 
@@ -73,6 +73,22 @@ def test_half_precision_statistics_are_float32(dtype, device):
     assert_accurate(ops.rms_norm(x.to(device), weight.to(device)), stock(x, weight), exact, "y")
 
 
+# One simdgroup, several of them, the longest row of one pass, and rows that are walked through in a loop, each with and
+# without a tail behind the vectors of 4; 37 rows are more than one threadgroup adds up for the weight's gradient.
+@pytest.mark.parametrize("shape", [(37, 200), (37, 203), (3, 4096), (3, 4097), (19, 4100), (2, 9001)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows(shape, dtype, device):
+    tensors = {n: t.to(dtype) for n, t in make(*shape)().items()}
+    incoming = [torch.randn(shape).to(dtype)]
+    ours = run(ops.rms_norm, {n: t.to(device) for n, t in tensors.items()}, list(tensors), incoming)
+    plain = run(stock, tensors, list(tensors), incoming)
+    exact = run(stock, {n: t.double() for n, t in tensors.items()}, list(tensors), incoming)
+    for what, *triple in zip(
+        ("y", "dx", "dweight"), *([*result, *grads] for result, grads in (ours, plain, exact)), strict=True
+    ):
+        assert_accurate(*triple, what)
+
+
 def test_zero_row_and_zero_eps(device):
     x = torch.zeros(2, 8, device=device)
     assert torch.equal(ops.rms_norm(x, eps=1e-6), x)
@@ -98,6 +114,9 @@ def test_float32_weight_over_bfloat16_gives_float32(device):
     weight = torch.randn(8, device=device)
     assert ops.rms_norm(x, weight).dtype == torch.float32
     assert ops.rms_norm(x, weight, rounding="after_weight").dtype == torch.bfloat16
+    # Rounded to x's dtype before the weight, as Llama's norm does: times 1, a float32 result holds bfloat16 values.
+    y = ops.rms_norm(x, torch.ones_like(weight))
+    assert torch.equal(y, y.bfloat16().float())
 
 
 def test_norm_residual_norm(device):
