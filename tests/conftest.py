@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 DEVICES = ["cpu"] + (["mps"] if torch.backends.mps.is_available() else [])
 
-# The workers of pytest-xdist share the cores; more threads than cores make small tensors slower by an order.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+# Tests are small, and workers of pytest-xdist share the cores: a second thread for each makes them slower by an order.
+torch.set_num_threads(1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

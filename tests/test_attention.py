@@ -70,6 +70,8 @@ def case(name, shape=None, mask=None, **kwargs):
         saved,
         constant=("mask",),
         keep_dtype=("mask",),
+        # The CPU's fused kernel adds in blocks and has its own exp: up to 3 times the definition's float32 error.
+        factor=4.0,
         rows=rows,
     )
 

@@ -54,5 +54,5 @@ def test_halves_of_one_projection(approximate, device):
 
 def test_bad_input():
     bad_gated_input("geglu", ops.geglu)
-    with pytest.raises(ValueError, match="geglu.*'approximate' is 'sigmoid'; accepted: 'tanh', 'none'"):
+    with pytest.raises(ValueError, match=r"geglu.*'approximate' is 'sigmoid'; accepted: 'tanh', 'none'"):
         ops.geglu(torch.ones(2), torch.ones(2), "sigmoid")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operators that look at memory in another way, or only reserve it: they launch no kernel.
 _NO_KERNEL = frozenset(
-    """view _unsafe_view t transpose permute expand slice select unsqueeze squeeze as_strided alias detach _reshape_alias
-    split split_with_sizes unbind unsafe_split lift_fresh empty empty_like empty_strided new_empty
+    """view _unsafe_view t transpose permute expand slice select unsqueeze squeeze as_strided alias detach
+    _reshape_alias split split_with_sizes unbind unsafe_split lift_fresh empty empty_like empty_strided new_empty
     new_empty_strided""".split()
 )
 

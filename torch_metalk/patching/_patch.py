@@ -16,8 +16,6 @@ from torch_metalk.patching.report import PatchReport
 #: What the `ops` argument of `patch` may name.
 PATCHABLE_OPS = ("rms_norm", "rope", "attention", "swiglu", "geglu", "lora_linear")
 
-#: Where a module whose config was replaced keeps the one it had: attribute name -> stock config.
-_CONFIGS_ATTRIBUTE = "_torch_metalk_stock_configs"
 #: Implementations of attention that stand for "whatever is fast", not for a wish of the user.
 _REPLACEABLE_ATTENTION = ("sdpa", "eager")
 
@@ -57,11 +55,10 @@ def unpatch(model: nn.Module) -> nn.Module:
     """
     _check(model, None)
     for module in model.modules():
-        stock = getattr(type(module), "stock", None)
-        if stock is not None and type(module).__module__.startswith("torch_metalk."):
+        if (stock := families.stock_class(module)) is not type(module):
             module.__class__ = stock
             module.__dict__.pop("_torch_metalk_ops", None)
-        for name, config in module.__dict__.pop(_CONFIGS_ATTRIBUTE, {}).items():
+        for name, config in module.__dict__.pop(families.CONFIGS_ATTRIBUTE, {}).items():
             module.__dict__[name] = config
     return model
 
@@ -83,7 +80,7 @@ def _check(model: nn.Module, ops: Iterable[str] | None) -> frozenset[str]:
 
 
 def _patch_module(module: nn.Module, wanted: frozenset[str], patched: Counter, skipped: Counter) -> None:
-    cls = getattr(type(module), "stock", type(module))
+    cls = families.stock_class(module)
     target = families.target_of(cls)
     if target is not None:
         _patch_target(module, target, wanted, patched, skipped)
@@ -151,7 +148,7 @@ def _is_lora(module: nn.Module) -> bool:
 def _patch_lora(module: nn.Module, patched: Counter, skipped: Counter) -> None:
     from torch_metalk.peft import take_over, why_stock
 
-    name = f"lora.{getattr(type(module), 'stock', type(module)).__name__}"
+    name = f"lora.{families.stock_class(module).__name__}"
     if not take_over(module):
         reason = "its forward was replaced on the instance" if "forward" in module.__dict__ else "not a lora.Linear"
         skipped[name, "lora_linear", reason] += 1
@@ -170,7 +167,7 @@ def _patch_attention(model: nn.Module, modules: list[nn.Module], patched: Counte
 
     ours, foreign = [], set()
     for module in modules:
-        cls = getattr(type(module), "stock", type(module))
+        cls = families.stock_class(module)
         target = families.target_of(cls)
         if target is not None and target.kind == "Attention":
             ours.append((module, cls.__name__))
@@ -179,9 +176,9 @@ def _patch_attention(model: nn.Module, modules: list[nn.Module], patched: Counte
     configs = {}
     for module, name in ours:
         config = module.config
-        if config._attn_implementation == IMPLEMENTATION:
+        if config._attn_implementation == IMPLEMENTATION and families.has_own_config(module):
             reason = None
-        elif config._attn_implementation not in _REPLACEABLE_ATTENTION:
+        elif config._attn_implementation not in (*_REPLACEABLE_ATTENTION, IMPLEMENTATION):
             reason = f"attention implementation {config._attn_implementation!r} was chosen"
         elif getattr(config, "output_attentions", False):
             reason = "output_attentions asks for the attention weights"
@@ -206,11 +203,11 @@ def _replace_configs(model: nn.Module, configs: dict[int, object], implementatio
         if isinstance(value, PretrainedConfig)
     ]
     memo: dict[int, object] = {}
-    # The largest trees first: a text config inside of a multimodal one is then copied as a part of it.
-    for _, _, config in sorted(holders, key=lambda holder: -len(holder[2].sub_configs)):
+    # One memo for all: a text config inside of a multimodal one stays a part of it.
+    for _, _, config in holders:
         copy.deepcopy(config, memo)
     for module, name, config in holders:
-        module.__dict__.setdefault(_CONFIGS_ATTRIBUTE, {}).setdefault(name, config)
+        module.__dict__.setdefault(families.CONFIGS_ATTRIBUTE, {}).setdefault(name, config)
         module.__dict__[name] = memo[id(config)]
     for config in configs.values():
         memo[id(config)]._attn_implementation_internal = implementation

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalk import ops
+from torch_metalk.patching import families
 
 #: The name under which transformers knows it: ``config._attn_implementation``.
 IMPLEMENTATION = "torch_metalk"
@@ -45,14 +46,15 @@ def attention_forward(
         module: the attention module; its `is_causal` counts where the argument is None.
         query: ``[B, H, Q, D]``; key and value: ``[B, Hkv, K, D]``.
         attention_mask: None, or broadcastable to ``[B, H, Q, K]``, and then it holds causality and windows already.
-        dropout: attention dropout; above 0 the call goes to the stock implementation.
+        dropout: attention dropout; above 0 the call goes to the stock implementation. So do calls that ask an eager
+            model for attention weights, and calls from a model that `patch` has not seen.
 
     Returns:
         ``[B, Q, H, D]``, contiguous, and None for the attention weights.
     """
     causal = query.shape[2] > 1 and attention_mask is None
     causal = causal and (is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    if dropout > 0 or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+    if not families.has_own_config(module) or dropout > 0 or _wants_more(module, kwargs):
         return _stock_attention(
             module, query, key, value, attention_mask, dropout, scaling, causal, softcap, sliding_window, kwargs
         )
@@ -71,6 +73,18 @@ def attention_forward(
     return output.transpose(1, 2), None
 
 
+def _was_eager(module: nn.Module) -> bool:
+    stock_configs = module.__dict__.get(families.CONFIGS_ATTRIBUTE, {})
+    return "config" in stock_configs and stock_configs["config"]._attn_implementation == "eager"
+
+
+def _wants_more(module: nn.Module, kwargs: dict) -> bool:
+    """Whether a call needs what the operator does not do."""
+    if kwargs.get("output_attentions") and _was_eager(module):
+        return True
+    return any(kwargs.get(name) is not None for name in _UNSUPPORTED)
+
+
 def _stock_attention(
     module: nn.Module,
     query: Tensor,
@@ -84,14 +98,14 @@ def _stock_attention(
     sliding_window: int | None,
     kwargs: dict,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers would have run: torch's attention, or the eager one where scores are capped."""
-    if softcap is None:
+    """What transformers would have run: torch's attention, or the eager one by choice or where scores are capped."""
+    if softcap is None and not _was_eager(module):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
-    eager = sys.modules[module.stock.__module__].eager_attention_forward
+    eager = sys.modules[families.stock_class(module).__module__].eager_attention_forward
     if mask is None and causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:

@@ -79,6 +79,23 @@ def target_of(cls: type[nn.Module]) -> Target | None:
     return None
 
 
+#: Where a module whose config was replaced keeps the one it had: attribute name -> stock config.
+CONFIGS_ATTRIBUTE = "_torch_metalk_stock_configs"
+#: Where a module keeps what others want called with it: an operator that replaces the module would not call them.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module has, or had before it was patched."""
+    cls = type(module)
+    return getattr(cls, "stock", cls) if cls.__module__.startswith("torch_metalk.") else cls
+
+
+def has_own_config(module: nn.Module) -> bool:
+    """Whether `patch` gave this attention its config. A model built from such a config is not patched by that."""
+    return "config" in module.__dict__.get(CONFIGS_ATTRIBUTE, ())
+
+
 # ---- activations of gated MLPs
 
 
@@ -97,7 +114,7 @@ _ACTIVATIONS: dict[str, Callable[[nn.Module], tuple[str, str | None]]] = {
 
 def gated_op(act: nn.Module) -> tuple[str, str | None] | None:
     """The operator that fuses this activation with the product, and its approximation; None where there is none."""
-    if act._forward_hooks or act._forward_pre_hooks or "forward" in act.__dict__:
+    if "forward" in act.__dict__ or any(getattr(act, hooks) for hooks in HOOKS):
         return None
     cls = type(act)
     entry = _ACTIVATIONS.get(f"{cls.__module__}.{cls.__qualname__}")
@@ -139,6 +156,8 @@ def rebind_global(function: Callable, name: str, value: object) -> Callable:
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         namespace, closure = {**function.__globals__, name: value}, function.__closure__
+        # By this entry torch.compile would look the globals up in the module itself, where `name` is something else.
+        namespace.pop("__name__", None)
     else:
         rebound = rebind_global(inner, name, value)
         cells = function.__closure__ or ()
@@ -148,6 +167,7 @@ def rebind_global(function: Callable, name: str, value: object) -> Callable:
         closure = tuple(types.CellType(rebound) if cell.cell_contents is inner else cell for cell in cells)
     copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__module__ = function.__module__
     if inner is not None:
         copy.__wrapped__ = rebound
     return copy

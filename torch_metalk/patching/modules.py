@@ -7,8 +7,10 @@ pickled: a pickle names the class, and importing it makes it again.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_metalk import ops
 from torch_metalk.patching import families
@@ -39,11 +41,20 @@ class Patched:
         super().__setattr__(name, value)
 
 
-def _norm(target: families.Target):
-    def forward(self, x):
-        return ops.rms_norm(x, *families.norm_args(self, target.family.norm))
+def _forward_of_one(target: families.Target, run: Callable[[nn.Module, Tensor], Tensor]):
+    """A forward of one tensor, which may be given by the name that stock has for it."""
+    name = list(inspect.signature(target.stock.forward).parameters)[1]
+
+    @functools.wraps(target.stock.forward)
+    def forward(self, *args, **kwargs):
+        (x,) = args or (kwargs[name],)
+        return run(self, x)
 
     return {"forward": forward}
+
+
+def _norm(target: families.Target):
+    return _forward_of_one(target, lambda self, x: ops.rms_norm(x, *families.norm_args(self, target.family.norm)))
 
 
 def _attention(target: families.Target):
@@ -57,12 +68,12 @@ def _attention(target: families.Target):
 
 
 def _mlp(target: families.Target):
-    def forward(self, x):
+    def run(self, x):
         if _enabled(self, "swiglu") or _enabled(self, "geglu"):
             return families.mlp_forward(self, x, target.family)
         return target.stock.forward(self, x)
 
-    return {"forward": forward}
+    return _forward_of_one(target, run)
 
 
 _MAKERS = {"RMSNorm": _norm, "Attention": _attention, "MLP": _mlp}

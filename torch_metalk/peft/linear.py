@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from torch_metalk import ops
+from torch_metalk.patching.families import HOOKS
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(
     getattr(nn_module, name)
     for name in (
@@ -40,7 +40,7 @@ class MetalkLoraLinear(lora.Linear):
         lora_a, lora_b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         dropout = self.lora_dropout[adapter]
         base_out = self.base_layer(x)
-        if self.training and getattr(dropout, "p", 0) > 0:
+        if dropout.training and getattr(dropout, "p", 0) > 0:
             # PEFT drops from the input in the adapter's dtype, so the scaled values are rounded there.
             x = dropout(self._cast_input_dtype(x, lora_a.dtype))
         return ops.lora_linear(x, base_out, lora_a, lora_b, float(self.scaling[adapter]))
@@ -64,7 +64,7 @@ def _plain_linear(module: nn.Module) -> bool:
         and type(module.weight) is nn.Parameter
         and module.weight.layout == torch.strided
         and "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        and not any(getattr(module, hooks) for hooks in HOOKS)
     )
 
 
@@ -99,8 +99,10 @@ def why_stock(layer: lora.Linear, x: Tensor | None = None) -> str | None:
         return "the adapter is not two plain nn.Linear"
     if lora_a.bias is not None or lora_b.bias is not None:
         return "the adapter has a bias"
-    if type(dropout) not in (nn.Dropout, nn.Identity) or any(getattr(dropout, hooks) for hooks in _HOOKS):
+    if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"dropout by {type(dropout).__name__}"
+    if "forward" in dropout.__dict__ or any(getattr(dropout, hooks) for hooks in HOOKS):
+        return "the dropout has hooks or a forward of its own"
     if any(_GLOBAL_HOOKS):
         return "global module hooks"
     if not getattr(layer, "cast_input_dtype_enabled", True):
