@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import below_autograd, compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define
 
 
 class Activation(NamedTuple):
@@ -71,8 +71,7 @@ def define_gated(name: str, parameters: str, activation: Activation, check: Call
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(gate, up)
             ctx.args = args
-            with below_autograd():
-                return op(gate, up, *args)
+            return op.below_autograd(gate, up, *args)
 
         @staticmethod
         def backward(ctx, dy):

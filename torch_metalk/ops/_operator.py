@@ -20,8 +20,6 @@ _NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 for _key in ("AutocastMPS", "AutocastCUDA"):
     _NO_AUTOCAST = _NO_AUTOCAST | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
-
 #: Name -> overload of every operator, in order of registration. `doctor` and the tests walk it.
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
 
@@ -37,7 +35,7 @@ class _NotDifferentiable(torch.autograd.Function):
     def forward(ctx, op, structure, *flat):
         ctx.op_name = op.name()
         ctx.set_materialize_grads(False)
-        with below_autograd():
+        with torch._C._AutoDispatchBelowAutograd():
             result = op(*pytree.tree_unflatten(flat, structure))
         return tuple(result) if isinstance(result, list) else result
 
@@ -66,6 +64,57 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
     return False
 
 
+def _only_plain_cpu_tensors(args: tuple[Any, ...] | list[Any]) -> bool:
+    for arg in args:
+        cls = type(arg)
+        if cls is torch.Tensor or cls is torch.nn.Parameter:
+            if not arg.is_cpu:
+                return False
+        elif cls is list:
+            if not _only_plain_cpu_tensors(arg):
+                return False
+        elif isinstance(arg, torch.Tensor):
+            return False
+    return True
+
+
+def _nobody_listens() -> bool:
+    """No dispatch mode, functorch transform, compiler or autocast that would have to see the operator itself."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+class Operator:
+    """An operator as the rest of the package calls it.
+
+    A call goes through the dispatcher, which chooses the kernel. Each of its calls into Python costs tens of
+    microseconds where the caches are cold, as they are between the products of a model, and a training step makes a
+    thousand. So where only the eager twin can be meant, on plain CPU tensors with nobody listening, it is called
+    directly, in the same order: autograd first, the twin below it.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, eager: Callable[..., Any], differentiate: Callable[..., Any]):
+        self.op, self._eager, self._differentiate = op, eager, differentiate
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling() or not (_only_plain_cpu_tensors(args) and _nobody_listens()):
+            return self.op(*args)
+        if torch.is_grad_enabled() and _requires_grad(args):
+            return self._differentiate(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._eager(*args)
+
+    def below_autograd(self, *args):
+        """For the forward of an autograd function: the operator's kernel, without recording a gradient again."""
+        with torch._C._AutoDispatchBelowAutograd():
+            if _only_plain_cpu_tensors(args) and _nobody_listens():
+                return self._eager(*args)
+            return self.op(*args)
+
+
 def define(
     schema: str,
     *,
@@ -73,16 +122,16 @@ def define(
     fake: Callable[..., Any],
     autograd: Callable[..., Any] | None = None,
     autocast: Callable[..., tuple[Any, ...]] | None = None,
-) -> torch._ops.OpOverload:
-    """Register one operator and return its overload.
+) -> Operator:
+    """Register one operator.
 
     Args:
         schema: the signature without namespace, e.g. ``"swiglu(Tensor gate, Tensor up) -> Tensor"``.
         eager: the twin in plain PyTorch; checks its arguments before any work.
         fake: the shape rule; makes the same checks and returns empty tensors like those of `eager`.
         autograd: called with the operator's arguments when any of them requires a gradient, usually the `apply` of a
-            `torch.autograd.Function` that calls the operator again inside `below_autograd`. None makes it an operator
-            of the backward pass: its outputs raise when they are differentiated.
+            `torch.autograd.Function` whose forward calls `Operator.below_autograd`. None makes it an operator of the
+            backward pass: its outputs raise when they are differentiated.
         autocast: called with the autocast dtype and the operator's arguments; returns the arguments to use. None
             leaves an operator alone under autocast.
     """
@@ -97,7 +146,7 @@ def define(
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _requires_grad(args):
             return differentiate(*args)
-        with below_autograd():
+        with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
     _LIBRARY.impl(name, autograd_kernel, "Autograd")
@@ -113,7 +162,7 @@ def define(
             _LIBRARY.impl(name, autocast_kernel, key)
 
     OPERATORS[name] = op
-    return op
+    return Operator(op, eager, differentiate)
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import below_autograd, compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define
 
 _ALIGNMENT = ("upper_left", "lower_right")
 # Scores of one block of query rows that the twin holds at a time: 64 MiB in float32.
@@ -280,33 +280,67 @@ def _blockwise_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
 # ---- the CPU's fused kernel, where it has the same meaning
 
 
-def _fused_bias(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[bool, Tensor | None]:
-    """Whether torch's fused CPU attention serves this call, and the additive mask to give to it."""
+def _fused_serves(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> bool:
+    return (
+        q.device.type == "cpu"
+        and options.softcap is None
+        and v.shape[-1] == q.shape[-1]
+        and 0 not in q.shape
+        and k.shape[2] != 0
+        and (options.mask is None or options.mask.dtype == torch.bool)
+    )
+
+
+def _fused_bias(q: Tensor, k: Tensor, options: _Options) -> Tensor | None:
+    """The additive mask for torch's kernel, or None where its own causality says it all."""
     q_len, k_len = q.shape[2], k.shape[2]
-    if (
-        q.device.type != "cpu"
-        or options.softcap is not None
-        or v.shape[-1] != q.shape[-1]
-        or 0 in (*q.shape, k_len)
-        or (options.mask is not None and options.mask.dtype != torch.bool)
-    ):
-        return False, None
-    if options.restricts and not (k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)).isfinite():
-        return False, None
-    aligned = options.sliding_window is None and (not options.lower_right or q_len == k_len)
-    if options.mask is None and aligned:
-        return True, None
+    if options.mask is None and options.sliding_window is None and (not options.lower_right or q_len == k_len):
+        return None
     allowed = options.allowed(slice(0, q_len), q_len, k_len, q.device)
     if options.mask is not None:
         mask = options.mask if options.mask.dim() == 4 else options.mask[None, None]
         allowed = mask if allowed is None else mask & allowed
+    if allowed is None:  # a shift of nothing
+        return None
     bias = torch.zeros((), dtype=q.dtype).masked_fill(~allowed, -math.inf)
-    return True, _dense_rows(bias.expand(*(bias.shape[:2] if bias.dim() == 4 else ()), q_len, k_len))
+    return _dense_rows(bias.expand(*(bias.shape[:2] if bias.dim() == 4 else ()), q_len, k_len))
 
 
 def _dense_rows(t: Tensor) -> Tensor:
     """torch's fused kernel takes any stride but that of the last dimension, which it believes to be 1."""
     return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _is_finite(t: Tensor) -> bool:
+    return math.isfinite(t.sum(dtype=compute_dtype(t)).item())
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor] | None:
+    """Output and lse by torch's kernel; None where hidden keys or values that are not finite got into the output."""
+    bias = _fused_bias(q, k, options)
+    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        *map(_dense_rows, (q, k, v)), 0.0, options.is_causal and bias is None, attn_mask=bias, scale=options.scale
+    )
+    if options.restricts and not _is_finite(o):
+        return None
+    return o, lse
+
+
+def _fused_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: _Options):
+    """Gradients by torch's kernel; None where hidden keys or values that are not finite may have got into them."""
+    bias = _fused_bias(q, k, options)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        *map(_dense_rows, (do.to(q.dtype), q, k, v, o)),
+        lse,
+        0.0,
+        options.is_causal and bias is None,
+        attn_mask=bias,
+        scale=options.scale,
+    )
+    # A value that is not finite has shown in the output, and a key that is not in q's gradient.
+    if options.restricts and not (_is_finite(grads[0]) and _is_finite(o)):
+        return None
+    return grads
 
 
 def _eager(
@@ -322,12 +356,10 @@ def _eager(
 ):
     _check(q, k, v, mask, scale, sliding_window, softcap)
     options = _Options(mask, is_causal, lower_right, scale, sliding_window, softcap)
-    fused, bias = _fused_bias(q, k, v, options)
-    if not fused:
+    result = _fused(q, k, v, options) if _fused_serves(q, k, v, options) else None
+    if result is None:
         return _blockwise(q, k, v, options)
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *map(_dense_rows, (q, k, v)), 0.0, is_causal and bias is None, attn_mask=bias, scale=scale
-    )
+    o, lse = result
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
@@ -373,22 +405,16 @@ def _eager_backward(
     _check(q, k, v, mask, scale, sliding_window, softcap, "attention_backward")
     _check_backward(do, q, v, o, lse)
     options = _Options(mask, is_causal, lower_right, scale, sliding_window, softcap)
-    fused, bias = _fused_bias(q, k, v, options)
-    if fused:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_dense_rows, (do.to(q.dtype), q, k, v, o)),
-            lse,
-            0.0,
-            is_causal and bias is None,
-            attn_mask=bias,
-            scale=scale,
-        )
-    else:
+    grads = _fused_backward(do, q, k, v, o, lse, options) if _fused_serves(q, k, v, options) else None
+    if grads is None:
         grads = _blockwise_backward(do, q, k, v, o, options)
     return tuple(_laid_out_like(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
 
 
 def _laid_out_like(grad: Tensor, t: Tensor) -> Tensor:
+    """A gradient in t's dtype and, as far as t has no gaps, in its order in memory."""
+    if grad.dtype == t.dtype and grad.stride() == t.stride():
+        return grad
     out = torch.empty_like(t)
     return grad if grad.stride() == out.stride() and grad.dtype == t.dtype else out.copy_(grad)
 
@@ -415,8 +441,7 @@ def _fake_backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, *options):
-        with below_autograd():
-            o, lse = _attention(q, k, v, mask, *options)
+        o, lse = _attention.below_autograd(q, k, v, mask, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         ctx.save_for_backward(q, k, v, o, lse, mask)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import below_autograd, compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define
 
 _ROUNDING = ("before_weight", "after_weight")
 
@@ -117,9 +117,9 @@ def _eager_backward(
         else:
             factor = weight.to(dtype)
             g = dy_ * (factor + weight_offset if weight_offset else factor)
-        # d/dx of x * rstd: rstd * g - x * rstd^3 * mean(g * x); rstd twice first, since rstd^3 can overflow alone.
-        mean = (g * x_).sum(-1, keepdim=True).mul_(rstd_).div_(max(n, 1)).mul_(rstd_).mul_(rstd_)
-        dx = torch.mul(g, rstd_).addcmul_(x_, mean, value=-1).to(x.dtype).contiguous()
+        # d/dx of x * rstd: rstd * (g - x * rstd^2 * mean(g * x)), the mean first: rstd^2 can overflow alone.
+        mean = (g * x_).sum(-1, keepdim=True).mul_(rstd_).mul_(rstd_)
+        dx = torch.addcmul(g, x_, mean, value=-1 / max(n, 1)).mul_(rstd_).to(x.dtype).contiguous()
     return dx, dweight
 
 
@@ -134,8 +134,7 @@ def _fake_backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, weight_offset, round_before_weight):
-        with below_autograd():
-            y, rstd = _rms_norm(x, weight, eps, weight_offset, round_before_weight)
+        y, rstd = _rms_norm.below_autograd(x, weight, eps, weight_offset, round_before_weight)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(rstd)
         ctx.save_for_backward(x, weight, rstd)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import below_autograd, compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, seq_dim: int = -2, interleaved: bool = False) -> Tensor:
@@ -85,7 +85,7 @@ def _check(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, seq_dim: int) -> None
 
 
 def _angles(table: Tensor, x: Tensor, seq_dim: int, dtype: torch.dtype) -> Tensor:
-    """The half of a cos or sin table that is read, shaped to broadcast over x."""
+    """The half of a cos or sin table that is read, shaped to broadcast over tensors like x."""
     table = table[..., : table.shape[-1] // 2].to(dtype)
     shape = [1] * x.dim()
     shape[-1], shape[seq_dim] = table.shape[-1], table.shape[-2]
@@ -96,29 +96,34 @@ def _angles(table: Tensor, x: Tensor, seq_dim: int, dtype: torch.dtype) -> Tenso
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """The rotation itself: cos and sin of half the rotary width, broadcastable over x."""
-    dtype = compute_dtype(x)
+    dtype = cos.dtype
     width = 2 * cos.shape[-1]
     x_ = x.to(dtype)
     out = torch.empty_like(x_)
-
-    def pairs(t: Tensor) -> tuple[Tensor, Tensor]:
-        rotary = t[..., :width]
-        return (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
-
-    (x1, x2), (out1, out2) = pairs(x_), pairs(out)
+    rotary, turned = x_, out
+    if width < x.shape[-1]:
+        rotary, turned = x_[..., :width], out[..., :width]
+        out[..., width:] = x_[..., width:]
+    if interleaved:
+        x1, x2, out1, out2 = rotary[..., ::2], rotary[..., 1::2], turned[..., ::2], turned[..., 1::2]
+    else:
+        x1, x2 = rotary.chunk(2, -1)
+        out1, out2 = turned.chunk(2, -1)
     sign = -1 if inverse else 1
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
-    out[..., width:] = x_[..., width:]
     return out.to(x.dtype)
 
 
 def _eager(xs: list[Tensor], cos: Tensor, sin: Tensor, seq_dim: int, interleaved: bool, inverse: bool):
     _check(xs, cos, sin, seq_dim)
     dtype = compute_dtype(xs[0])
-    return [
-        rotate(x, _angles(cos, x, seq_dim, dtype), _angles(sin, x, seq_dim, dtype), interleaved, inverse) for x in xs
-    ]
+    rotated, tables, rank = [], (cos, sin), None
+    for x in xs:
+        if rank != x.dim():
+            tables, rank = [_angles(table, x, seq_dim, dtype) for table in (cos, sin)], x.dim()
+        rotated.append(rotate(x, *tables, interleaved, inverse))
+    return rotated
 
 
 def _fake(xs: list[Tensor], cos: Tensor, sin: Tensor, seq_dim: int, interleaved: bool, inverse: bool):
@@ -129,8 +134,7 @@ def _fake(xs: list[Tensor], cos: Tensor, sin: Tensor, seq_dim: int, interleaved:
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cos, sin, seq_dim, interleaved, inverse, *xs):
-        with below_autograd():
-            out = _rope(list(xs), cos, sin, seq_dim, interleaved, inverse)
+        out = _rope.below_autograd(list(xs), cos, sin, seq_dim, interleaved, inverse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.args = seq_dim, interleaved, not inverse

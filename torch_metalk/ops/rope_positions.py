@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import below_autograd, compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define
 from torch_metalk.ops.rope import rotate
 
 _MAX_POSITION = 2**31 - 1
@@ -138,8 +138,7 @@ def _fake(
 class _RopePositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, base, dims, traditional, scale, inverse):
-        with below_autograd():
-            y = _rope_positions(x, positions, base, dims, traditional, scale, inverse)
+        y = _rope_positions.below_autograd(x, positions, base, dims, traditional, scale, inverse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(positions)
         ctx.args = base, dims, traditional, scale, not inverse

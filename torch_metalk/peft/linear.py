@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from peft.tuners import lora
@@ -12,7 +13,7 @@ from torch.nn.modules import module as nn_module
 from torch_metalk import ops
 from torch_metalk.patching.families import HOOKS
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _GLOBAL_HOOKS = tuple(
     getattr(nn_module, name)
     for name in (
@@ -34,16 +35,14 @@ class MetalkLoraLinear(lora.Linear):
     stock = lora.Linear
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        if args or kwargs or why_stock(self, x) is not None:
+        adapter = "arguments that are PEFT's" if args or kwargs else _fused_adapter(self, x)
+        if isinstance(adapter, str):
             return super().forward(x, *args, **kwargs)
-        (adapter,) = _active(self)
-        lora_a, lora_b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        dropout = self.lora_dropout[adapter]
         base_out = self.base_layer(x)
-        if dropout.training and getattr(dropout, "p", 0) > 0:
+        if adapter.dropout.training and getattr(adapter.dropout, "p", 0) > 0:
             # PEFT drops from the input in the adapter's dtype, so the scaled values are rounded there.
-            x = dropout(self._cast_input_dtype(x, lora_a.dtype))
-        return ops.lora_linear(x, base_out, lora_a, lora_b, float(self.scaling[adapter]))
+            x = adapter.dropout(self._cast_input_dtype(x, adapter.lora_a.dtype))
+        return ops.lora_linear(x, base_out, adapter.lora_a, adapter.lora_b, adapter.scaling)
 
 
 def take_over(module: nn.Module) -> bool:
@@ -53,19 +52,13 @@ def take_over(module: nn.Module) -> bool:
     return type(module) is MetalkLoraLinear
 
 
-def _active(layer: lora.Linear) -> list[str]:
-    return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+class _Adapter(NamedTuple):
+    """What the operator needs of the one adapter in use."""
 
-
-def _plain_linear(module: nn.Module) -> bool:
-    """An `nn.Linear` as it comes: no subclass, parametrization, hook or replaced forward, an ordinary weight."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) is nn.Parameter
-        and module.weight.layout == torch.strided
-        and "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in HOOKS)
-    )
+    lora_a: Tensor
+    lora_b: Tensor
+    dropout: nn.Module
+    scaling: float
 
 
 def why_stock(layer: lora.Linear, x: Tensor | None = None) -> str | None:
@@ -75,43 +68,68 @@ def why_stock(layer: lora.Linear, x: Tensor | None = None) -> str | None:
         layer: any `lora.Linear`.
         x: the input, where there is one: its dtype and device count too.
     """
+    adapter = _fused_adapter(layer, x)
+    return adapter if isinstance(adapter, str) else None
+
+
+def _plain(module: nn.Module) -> bool:
+    """No hook and no replaced forward: calling the operator instead of the module leaves nothing out."""
+    attributes = module.__dict__
+    return "forward" not in attributes and not any(attributes[hooks] for hooks in HOOKS)
+
+
+def _plain_linear(module: nn.Module) -> bool:
+    """An `nn.Linear` as it comes: no subclass, parametrization, hook or replaced forward, an ordinary weight."""
+    if type(module) is not nn.Linear or not _plain(module):
+        return False
+    weight = module._parameters["weight"]
+    return type(weight) is nn.Parameter and weight.layout == torch.strided
+
+
+def _fused_adapter(layer: lora.Linear, x: Tensor | None) -> _Adapter | str:
+    """The adapter that the operator can serve this call with, or the reason why it cannot.
+
+    Runs on every call of every layer, so it reads modules and parameters from the dictionaries that hold them:
+    `nn.Module.__getattr__` costs several times as much.
+    """
     if layer.disable_adapters:
         return "adapters are disabled"
     if layer.merged:
         return "adapters are merged"
-    active = _active(layer)
+    modules = layer._modules
+    adapters_a = modules["lora_A"]._modules
+    active = [name for name in layer.active_adapters if name in adapters_a]
     if len(active) != 1:
         return f"{len(active)} active adapters" if active else "no active adapter"
-    (adapter,) = active
-    if adapter in layer.lora_variant:
-        return f"a variant of LoRA ({type(layer.lora_variant[adapter]).__name__})"
+    (name,) = active
+    if name in layer.lora_variant:
+        return f"a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
     if layer.fan_in_fan_out:
         return "fan_in_fan_out"
-    lora_a, lora_b, base, dropout = (
-        layer.lora_A[adapter],
-        layer.lora_B[adapter],
-        layer.base_layer,
-        layer.lora_dropout[adapter],
-    )
+    base, linear_a, linear_b = modules["base_layer"], adapters_a[name], modules["lora_B"]._modules[name]
+    dropout = modules["lora_dropout"]._modules[name]
     if not _plain_linear(base):
         return f"the base layer is not a plain nn.Linear ({type(base).__name__})"
-    if not (_plain_linear(lora_a) and _plain_linear(lora_b)):
+    if not (_plain_linear(linear_a) and _plain_linear(linear_b)):
         return "the adapter is not two plain nn.Linear"
-    if lora_a.bias is not None or lora_b.bias is not None:
+    if linear_a._parameters["bias"] is not None or linear_b._parameters["bias"] is not None:
         return "the adapter has a bias"
-    if type(dropout) not in (nn.Dropout, nn.Identity):
+    if type(dropout) not in (nn.Dropout, nn.Identity) or not _plain(dropout):
         return f"dropout by {type(dropout).__name__}"
-    if "forward" in dropout.__dict__ or any(getattr(dropout, hooks) for hooks in HOOKS):
-        return "the dropout has hooks or a forward of its own"
     if any(_GLOBAL_HOOKS):
         return "global module hooks"
     if not getattr(layer, "cast_input_dtype_enabled", True):
         return "casting of inputs is disabled"
-    if not math.isfinite(layer.scaling[adapter]):
+    scaling = float(layer.scaling[name])
+    if not math.isfinite(scaling):
         return "the scaling is not finite"
-    tensors = [base.weight, lora_a.weight, lora_b.weight] + ([] if x is None else [x])
-    if len({t.device for t in tensors}) > 1:
+    weight, lora_a, lora_b = (linear._parameters["weight"] for linear in (base, linear_a, linear_b))
+    device = weight.device
+    if lora_a.device != device or lora_b.device != device or (x is not None and x.device != device):
         return "base, adapter and input are on several devices"
-    if any(t.dtype not in _DTYPES for t in tensors):
+    dtypes = {weight.dtype, lora_a.dtype, lora_b.dtype}
+    if x is not None:
+        dtypes.add(x.dtype)
+    if not dtypes <= _DTYPES:
         return "a dtype that the operator does not take"
-    return None
+    return _Adapter(lora_a, lora_b, dropout, scaling)
