@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATING = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 def refuse(op: str, argument: str, got: object, accepted: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -19,23 +19,40 @@ def shape_of(tensor: torch.Tensor) -> str:
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
+def alike(*tensors: torch.Tensor) -> bool:
+    """Whether nothing can be wrong with these tensors' dtypes, layouts and devices. Cheaper than finding what is."""
+    first = tensors[0]
+    dtype, device = first.dtype, first.device
+    return dtype in FLOATING and all(
+        t.dtype is dtype and t.layout is torch.strided and t.device == device for t in tensors
+    )
+
+
 def floating(op: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse anything but dense floating point tensors of a supported dtype."""
+    """Refuse anything but dense floating point tensors of a supported dtype, all on one device."""
+    device = None
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         if tensor.dtype not in FLOATING:
             refuse(op, name, f"of dtype {tensor.dtype}", "float32, float16, bfloat16 (float64 on the CPU)", TypeError)
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             refuse(op, name, f"of layout {tensor.layout}", "strided tensors", TypeError)
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            refuse(op, name, f"on {tensor.device}", f"the device of the other tensors, {device}")
 
 
 def same_device(op: str, **tensors: torch.Tensor | None) -> None:
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first, *others = given
-    for name in others:
-        if given[name].device != given[first].device:
-            refuse(op, name, f"on {given[name].device}", f"the device of '{first}', {given[first].device}")
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            refuse(op, name, f"on {tensor.device}", f"the device of the other tensors, {device}")
 
 
 def same_dtype(op: str, **tensors: torch.Tensor | None) -> None:
@@ -62,5 +79,5 @@ def gradient(op: str, dy: torch.Tensor, like: torch.Tensor, name: str = "dy") ->
     """The incoming gradient must look like the output it belongs to."""
     if dy.shape != like.shape:
         refuse(op, name, shape_of(dy), f"the shape of the output, {tuple(like.shape)}")
-    floating(op, **{name: dy})
-    same_device(op, x=like, **{name: dy})
+    if not alike(like, dy):
+        floating(op, x=like, **{name: dy})

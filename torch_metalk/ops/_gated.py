@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import compute_dtype, define
+from torch_metalk.ops._operator import cast, compute_dtype, define
 
 
 class Activation(NamedTuple):
@@ -25,9 +25,9 @@ def define_gated(name: str, parameters: str, activation: Activation, check: Call
     extra = len([p for p in parameters.split(", ") if p])
 
     def validate(gate: Tensor, up: Tensor, *args, op: str = name) -> None:
-        _checks.floating(op, gate=gate, up=up)
-        _checks.same_device(op, gate=gate, up=up)
-        _checks.same_dtype(op, gate=gate, up=up)
+        if not _checks.alike(gate, up):
+            _checks.floating(op, gate=gate, up=up)
+            _checks.same_dtype(op, gate=gate, up=up)
         if gate.shape != up.shape:
             _checks.refuse(op, "up", _checks.shape_of(up), f"the shape of gate, {tuple(gate.shape)}")
         if check is not None:
@@ -36,7 +36,8 @@ def define_gated(name: str, parameters: str, activation: Activation, check: Call
     def eager(gate: Tensor, up: Tensor, *args) -> Tensor:
         validate(gate, up, *args)
         dtype = compute_dtype(gate)
-        return activation.forward(gate.to(dtype), *args).mul_(up.to(dtype)).to(gate.dtype).contiguous()
+        y = activation.forward(cast(gate, dtype), *args).mul_(cast(up, dtype))
+        return cast(y, gate.dtype).contiguous()
 
     def fake(gate: Tensor, up: Tensor, *args) -> Tensor:
         validate(gate, up, *args)
@@ -50,12 +51,12 @@ def define_gated(name: str, parameters: str, activation: Activation, check: Call
         *args, output_mask = args
         validate_backward(dy, gate, up, *args)
         dtype = compute_dtype(gate, dy)
-        dy_, gate_ = dy.to(dtype), gate.to(dtype)
+        dy_, gate_ = cast(dy, dtype), cast(gate, dtype)
         dgate = dup = None
         if output_mask[0]:
-            dgate = activation.backward(dy_ * up.to(dtype), gate_, *args).to(gate.dtype).contiguous()
+            dgate = cast(activation.backward(dy_ * cast(up, dtype), gate_, *args), gate.dtype).contiguous()
         if output_mask[1]:
-            dup = activation.forward(gate_, *args).mul_(dy_).to(up.dtype).contiguous()
+            dup = cast(activation.forward(gate_, *args).mul_(dy_), up.dtype).contiguous()
         return dgate, dup
 
     def fake_backward(dy: Tensor, gate: Tensor, up: Tensor, *args):

@@ -167,4 +167,12 @@ def define(
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """What the eager twins calculate in: float32, or float64 where an input has it (gradcheck needs that)."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    for t in tensors:
+        if t.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t.to(dtype)`, without a call into torch where there is nothing to do."""
+    return t if t.dtype is dtype else t.to(dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import compute_dtype, define
+from torch_metalk.ops._operator import cast, compute_dtype, define
 
 _ALIGNMENT = ("upper_left", "lower_right")
 # Scores of one block of query rows that the twin holds at a time: 64 MiB in float32.
@@ -74,20 +74,21 @@ def _check(
     softcap: float | None,
     op: str = "attention",
 ) -> None:
-    _checks.floating(op, q=q, k=k, v=v)
-    _checks.same_device(op, q=q, k=k, v=v, mask=mask)
-    _checks.same_dtype(op, q=q, k=k, v=v)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _checks.rank(op, name, tensor, (4,))
+    if not (_checks.alike(q, k, v) and q.dim() == k.dim() == v.dim() == 4):
+        _checks.floating(op, q=q, k=k, v=v)
+        _checks.same_dtype(op, q=q, k=k, v=v)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            _checks.rank(op, name, tensor, (4,))
     batch, heads, queries, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
-    if k.shape[0] != batch or k.shape[3] != head_dim:
+    k_batch, kv_heads, keys, k_dim = k.shape
+    if k_batch != batch or k_dim != head_dim:
         _checks.refuse(op, "k", _checks.shape_of(k), f"[{batch}, Hkv, K, {head_dim}], from q")
     if v.shape[:3] != k.shape[:3]:
         _checks.refuse(op, "v", _checks.shape_of(v), f"[{batch}, {kv_heads}, {keys}, Dv], from k")
     if heads and (kv_heads == 0 or heads % kv_heads):
         _checks.refuse(op, "k", f"of {kv_heads} heads", f"a number that divides the {heads} heads of q")
     if mask is not None:
+        _checks.same_device(op, q=q, mask=mask)
         if mask.dtype != torch.bool:
             if not mask.is_floating_point():
                 _checks.refuse(op, "mask", f"of dtype {mask.dtype}", "bool, or a floating dtype to be added", TypeError)
@@ -311,7 +312,8 @@ def _dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _is_finite(t: Tensor) -> bool:
+def _finite_sum(t: Tensor) -> bool:
+    """False where t holds NaN or infinity; may be False too where a sum of large numbers overflows."""
     return math.isfinite(t.sum(dtype=compute_dtype(t)).item())
 
 
@@ -321,26 +323,25 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, 
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         *map(_dense_rows, (q, k, v)), 0.0, options.is_causal and bias is None, attn_mask=bias, scale=options.scale
     )
-    if options.restricts and not _is_finite(o):
+    if options.restricts and not _finite_sum(o):
         return None
     return o, lse
 
 
 def _fused_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: _Options):
     """Gradients by torch's kernel; None where hidden keys or values that are not finite may have got into them."""
+    # A value that is not finite was noticed in forward, a key may show in q's gradient only.
+    if options.restricts and not (_finite_sum(k) and _finite_sum(v)):
+        return None
     bias = _fused_bias(q, k, options)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *map(_dense_rows, (do.to(q.dtype), q, k, v, o)),
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        *map(_dense_rows, (cast(do, q.dtype), q, k, v, o)),
         lse,
         0.0,
         options.is_causal and bias is None,
         attn_mask=bias,
         scale=options.scale,
     )
-    # A value that is not finite has shown in the output, and a key that is not in q's gradient.
-    if options.restricts and not (_is_finite(grads[0]) and _is_finite(o)):
-        return None
-    return grads
 
 
 def _eager(
@@ -360,7 +361,9 @@ def _eager(
     if result is None:
         return _blockwise(q, k, v, options)
     o, lse = result
-    return o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+    if o.stride(2) != o.shape[1] * o.shape[3]:  # heads are neighbours in memory where they were so in q
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
+    return o, lse.contiguous()
 
 
 def _fake(

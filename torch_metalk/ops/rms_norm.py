@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import compute_dtype, define
+from torch_metalk.ops._operator import cast, compute_dtype, define
 
 _ROUNDING = ("before_weight", "after_weight")
 
@@ -53,7 +53,6 @@ def rms_norm(
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, op: str = "rms_norm") -> None:
     _checks.floating(op, x=x, weight=weight)
-    _checks.same_device(op, x=x, weight=weight)
     if x.dim() == 0:
         _checks.refuse(op, "x", _checks.shape_of(x), "at least one dimension")
     if weight is not None and weight.shape != x.shape[-1:]:
@@ -69,20 +68,20 @@ def _result_dtype(x: Tensor, weight: Tensor | None, round_before_weight: bool) -
 def _eager(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool):
     _check(x, weight, eps)
     dtype = compute_dtype(x)
-    x_ = x.to(dtype).contiguous()
+    x_ = cast(x, dtype).contiguous()
     if x.shape[-1] == 0:
         rstd = x_.new_full(x.shape[:-1], math.inf if eps == 0 else eps**-0.5)
         return _empty(x, weight, round_before_weight), rstd
     rstd = torch.linalg.vector_norm(x_, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = x_ * rstd
     if weight is None:
-        return y.to(x.dtype), rstd.squeeze(-1)
+        return cast(y, x.dtype), rstd.squeeze(-1)
     result_dtype = _result_dtype(x, weight, round_before_weight)
     if round_before_weight:
-        y = y.to(x.dtype).to(torch.promote_types(dtype, result_dtype))
-    factor = weight.to(y.dtype)
+        y = cast(cast(y, x.dtype), torch.promote_types(dtype, result_dtype))
+    factor = cast(weight, y.dtype)
     y *= factor + weight_offset if weight_offset else factor
-    return y.to(result_dtype), rstd.squeeze(-1)
+    return cast(y, result_dtype), rstd.squeeze(-1)
 
 
 def _empty(x: Tensor, weight: Tensor | None, round_before_weight: bool) -> Tensor:
@@ -107,7 +106,7 @@ def _eager_backward(
     _backward_check(dy, x, weight, rstd)
     dtype = compute_dtype(x, dy)
     n = x.shape[-1]
-    dy_, x_, rstd_ = dy.to(dtype), x.to(dtype), rstd.to(dtype).unsqueeze(-1)
+    dy_, x_, rstd_ = cast(dy, dtype), cast(x, dtype), cast(rstd, dtype).unsqueeze(-1)
     dx = dweight = None
     if output_mask[1] and weight is not None:
         dweight = (dy_ * x_).mul_(rstd_).reshape(math.prod(x.shape[:-1]), n).sum(0).to(weight.dtype)
@@ -115,11 +114,12 @@ def _eager_backward(
         if weight is None:
             g = dy_
         else:
-            factor = weight.to(dtype)
+            factor = cast(weight, dtype)
             g = dy_ * (factor + weight_offset if weight_offset else factor)
         # d/dx of x * rstd: rstd * (g - x * rstd^2 * mean(g * x)), the mean first: rstd^2 can overflow alone.
         mean = (g * x_).sum(-1, keepdim=True).mul_(rstd_).mul_(rstd_)
-        dx = torch.addcmul(g, x_, mean, value=-1 / max(n, 1)).mul_(rstd_).to(x.dtype).contiguous()
+        dx = torch.addcmul(g, x_, mean, value=-1 / max(n, 1)).mul_(rstd_)
+        dx = cast(dx, x.dtype).contiguous()
     return dx, dweight
 
 

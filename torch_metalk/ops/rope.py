@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import compute_dtype, define
+from torch_metalk.ops._operator import cast, compute_dtype, define
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, seq_dim: int = -2, interleaved: bool = False) -> Tensor:
@@ -50,8 +50,9 @@ def rope_qk(
 def _check(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, seq_dim: int) -> None:
     if not xs:
         _checks.refuse("rope", "xs", "an empty list", "at least one tensor")
-    _checks.floating("rope", cos=cos, sin=sin)
-    _checks.same_dtype("rope", cos=cos, sin=sin)
+    if not _checks.alike(cos, sin):
+        _checks.floating("rope", cos=cos, sin=sin)
+        _checks.same_dtype("rope", cos=cos, sin=sin)
     _checks.rank("rope", "cos", cos, (2, 3))
     if sin.shape != cos.shape:
         _checks.refuse("rope", "sin", _checks.shape_of(sin), f"the shape of cos, {tuple(cos.shape)}")
@@ -62,9 +63,9 @@ def _check(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, seq_dim: int) -> None
     if width % 2:
         _checks.refuse("rope", "cos", f"of odd rotary width {width}", "an even last dimension")
     for x in xs:
-        _checks.floating("rope", x=x)
-        _checks.same_dtype("rope", x=xs[0], other_x=x)
-        _checks.same_device("rope", x=x, cos=cos, sin=sin)
+        if not (_checks.alike(xs[0], x) and x.device == cos.device):
+            _checks.floating("rope", x=x, cos=cos, sin=sin)
+            _checks.same_dtype("rope", x=xs[0], other_x=x)
         if x.dim() < 2 or not -x.dim() <= seq_dim < x.dim() - 1 or seq_dim == -1:
             _checks.refuse("rope", "seq_dim", f"{seq_dim} for {_checks.shape_of(x)}", "a dimension before the last")
         if x.dtype not in (cos.dtype, torch.float16, torch.bfloat16) or cos.dtype not in (x.dtype, torch.float32):
@@ -86,7 +87,7 @@ def _check(xs: Sequence[Tensor], cos: Tensor, sin: Tensor, seq_dim: int) -> None
 
 def _angles(table: Tensor, x: Tensor, seq_dim: int, dtype: torch.dtype) -> Tensor:
     """The half of a cos or sin table that is read, shaped to broadcast over tensors like x."""
-    table = table[..., : table.shape[-1] // 2].to(dtype)
+    table = cast(table[..., : table.shape[-1] // 2], dtype)
     shape = [1] * x.dim()
     shape[-1], shape[seq_dim] = table.shape[-1], table.shape[-2]
     if table.dim() == 3:
@@ -98,7 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
     """The rotation itself: cos and sin of half the rotary width, broadcastable over x."""
     dtype = cos.dtype
     width = 2 * cos.shape[-1]
-    x_ = x.to(dtype)
+    x_ = cast(x, dtype)
     out = torch.empty_like(x_)
     rotary, turned = x_, out
     if width < x.shape[-1]:
@@ -112,7 +113,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
     sign = -1 if inverse else 1
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
-    return out.to(x.dtype)
+    return cast(out, x.dtype)
 
 
 def _eager(xs: list[Tensor], cos: Tensor, sin: Tensor, seq_dim: int, interleaved: bool, inverse: bool):
