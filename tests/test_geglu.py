@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.operators import OpTests
-from tests.test_swiglu import bad_gated_input, gated_case, halves_of_one_projection, make
+from tests.test_swiglu import check_bad_gated_input, check_halves_of_one_projection, gated_case, make
 from torch_metalk import ops
 
 
@@ -49,10 +49,10 @@ def test_empty(approximate, device):
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_halves_of_one_projection(approximate, device):
-    halves_of_one_projection(ops.geglu, device, approximate=approximate)
+    check_halves_of_one_projection(ops.geglu, device, approximate=approximate)
 
 
 def test_bad_input():
-    bad_gated_input("geglu", ops.geglu)
+    check_bad_gated_input("geglu", ops.geglu)
     with pytest.raises(ValueError, match=r"geglu.*'approximate' is 'sigmoid'; accepted: 'tanh', 'none'"):
         ops.geglu(torch.ones(2), torch.ones(2), "sigmoid")

@@ -16,7 +16,7 @@ def gated_case(name, make, ours, stock):
     return Case(name, make, ours, stock, saved=("gate", "up"))
 
 
-def bad_gated_input(op, function, *args):
+def check_bad_gated_input(op, function, *args):
     """What SwiGLU and GeGLU refuse alike."""
     ones = torch.ones(2, 3)
     for up, error, message in (
@@ -30,7 +30,7 @@ def bad_gated_input(op, function, *args):
             function(ones, up, *args)
 
 
-def halves_of_one_projection(function, device, **kwargs):
+def check_halves_of_one_projection(function, device, **kwargs):
     """gate and up as views of one tensor, as Phi3 makes them: values and the gradient of the whole."""
     fused = torch.randn(2, 5, 14, device=device, requires_grad=True)
     gate, up = fused.chunk(2, -1)
@@ -60,7 +60,7 @@ def test_empty(shape, device):
 
 
 def test_halves_of_one_projection(device):
-    halves_of_one_projection(ops.swiglu, device)
+    check_halves_of_one_projection(ops.swiglu, device)
 
 
 def test_extreme_gates(device):
@@ -76,4 +76,4 @@ def test_extreme_gates(device):
 
 
 def test_bad_input():
-    bad_gated_input("swiglu", ops.swiglu)
+    check_bad_gated_input("swiglu", ops.swiglu)

@@ -64,16 +64,37 @@ def attention(
     return _attention(q, k, v, mask, is_causal, lower_right, scale, sliding_window, softcap)[0]
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    op: str = "attention",
-) -> None:
+class _Options(NamedTuple):
+    """What decides which key a query may see, and how a score is made: the operator's arguments behind v, in order."""
+
+    mask: Tensor | None
+    is_causal: bool
+    lower_right: bool
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+
+    @property
+    def restricts(self) -> bool:
+        return self.mask is not None or self.is_causal or self.sliding_window is not None
+
+    def allowed(self, queries: slice, q_len: int, k_len: int, device: torch.device) -> Tensor | None:
+        """``[rows, K]``, True where position alone lets a query attend; None where it always does."""
+        if not self.is_causal and self.sliding_window is None:
+            return None
+        shift = k_len - q_len if self.lower_right else 0
+        i = torch.arange(queries.start + shift, queries.stop + shift, device=device)[:, None]
+        j = torch.arange(k_len, device=device)
+        allowed = j <= i if self.is_causal else torch.ones((), dtype=torch.bool, device=device)
+        if self.sliding_window is not None:
+            allowed = allowed & (i - j < self.sliding_window)
+            if not self.is_causal:
+                allowed = allowed & (j - i < self.sliding_window)
+        return allowed
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options, op: str = "attention") -> None:
+    mask = options.mask
     if not (_checks.alike(q, k, v) and q.dim() == k.dim() == v.dim() == 4):
         _checks.floating(op, q=q, k=k, v=v)
         _checks.same_dtype(op, q=q, k=k, v=v)
@@ -100,41 +121,13 @@ def _check(
             )
         if mask.requires_grad:
             _checks.refuse(op, "mask", "a tensor that requires a gradient", "a constant; detach it")
-    if not math.isfinite(scale):
-        _checks.refuse(op, "scale", scale, "a finite number")
+    if not math.isfinite(options.scale):
+        _checks.refuse(op, "scale", options.scale, "a finite number")
+    sliding_window, softcap = options.sliding_window, options.softcap
     if sliding_window is not None and sliding_window < 1:
         _checks.refuse(op, "sliding_window", sliding_window, "None or at least 1")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         _checks.refuse(op, "softcap", softcap, "None or a finite positive number")
-
-
-class _Options(NamedTuple):
-    """What decides which key a query may see, and how a score is made."""
-
-    mask: Tensor | None
-    is_causal: bool
-    lower_right: bool
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-
-    @property
-    def restricts(self) -> bool:
-        return self.mask is not None or self.is_causal or self.sliding_window is not None
-
-    def allowed(self, queries: slice, q_len: int, k_len: int, device: torch.device) -> Tensor | None:
-        """``[rows, K]``, True where position alone lets a query attend; None where it always does."""
-        if not self.is_causal and self.sliding_window is None:
-            return None
-        shift = k_len - q_len if self.lower_right else 0
-        i = torch.arange(queries.start + shift, queries.stop + shift, device=device)[:, None]
-        j = torch.arange(k_len, device=device)
-        allowed = j <= i if self.is_causal else torch.ones((), dtype=torch.bool, device=device)
-        if self.sliding_window is not None:
-            allowed = allowed & (i - j < self.sliding_window)
-            if not self.is_causal:
-                allowed = allowed & (j - i < self.sliding_window)
-        return allowed
 
 
 def _mask_rows(mask: Tensor, rows: slice, kv_heads: int, group: int) -> Tensor:
@@ -344,19 +337,9 @@ def _fused_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
     )
 
 
-def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-):
-    _check(q, k, v, mask, scale, sliding_window, softcap)
-    options = _Options(mask, is_causal, lower_right, scale, sliding_window, softcap)
+def _eager(q: Tensor, k: Tensor, v: Tensor, *args):
+    options = _Options(*args)
+    _check(q, k, v, options)
     result = _fused(q, k, v, options) if _fused_serves(q, k, v, options) else None
     if result is None:
         return _blockwise(q, k, v, options)
@@ -366,23 +349,14 @@ def _eager(
     return o, lse.contiguous()
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-):
-    _check(q, k, v, mask, scale, sliding_window, softcap)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *args):
+    _check(q, k, v, _Options(*args))
     return _empty_like_output(q, v), q.new_empty(q.shape[:-1], dtype=compute_dtype(q))
 
 
-def _check_backward(do: Tensor, q: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
+def _check_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: _Options) -> None:
     op = "attention_backward"
+    _check(q, k, v, options, op)
     shape = (*q.shape[:-1], v.shape[-1])
     if o.shape != shape:
         _checks.refuse(op, "o", _checks.shape_of(o), f"{shape}, from q and v")
@@ -391,23 +365,9 @@ def _check_backward(do: Tensor, q: Tensor, v: Tensor, o: Tensor, lse: Tensor) ->
         _checks.refuse(op, "lse", _checks.shape_of(lse), f"one per query row, {tuple(q.shape[:-1])}")
 
 
-def _eager_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-):
-    _check(q, k, v, mask, scale, sliding_window, softcap, "attention_backward")
-    _check_backward(do, q, v, o, lse)
-    options = _Options(mask, is_causal, lower_right, scale, sliding_window, softcap)
+def _eager_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args):
+    options = _Options(*args)
+    _check_backward(do, q, k, v, o, lse, options)
     grads = _fused_backward(do, q, k, v, o, lse, options) if _fused_serves(q, k, v, options) else None
     if grads is None:
         grads = _blockwise_backward(do, q, k, v, o, options)
@@ -422,22 +382,8 @@ def _laid_out_like(grad: Tensor, t: Tensor) -> Tensor:
     return grad if grad.stride() == out.stride() and grad.dtype == t.dtype else out.copy_(grad)
 
 
-def _fake_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    lower_right: bool,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-):
-    _check(q, k, v, mask, scale, sliding_window, softcap, "attention_backward")
-    _check_backward(do, q, v, o, lse)
+def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args):
+    _check_backward(do, q, k, v, o, lse, _Options(*args))
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
