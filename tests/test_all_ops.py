@@ -21,7 +21,8 @@ def angles(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def heads(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"q": x[None, None], "k": x[None, None, :3], "v": x[None, None, :3]}
+    keys = x[None, None, : min(3, len(x))]
+    return {"q": x[None, None], "k": keys, "v": keys}
 
 
 def adapter(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -59,6 +60,19 @@ def test_more_rows_than_16_bits_count(name, device):
     assert_rounding_only(y.cpu(), exact.float())
     # Keys and values of the attention are rows of x too: their gradients are sums over all rows.
     torch.testing.assert_close(grad.cpu().double(), exact_grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_transforms_that_would_lose_the_derivative_raise(name, device):
+    ours, _ = MANY_ROWS[name]
+    x, tangent = torch.randn(2, 4, device=device), torch.ones(2, 4, device=device)
+    with pytest.raises(RuntimeError, match=f"torch_metalk::{name} has no forward-mode derivative"):
+        torch.func.jvp(ours, (x,), (tangent,))
+    with pytest.raises(RuntimeError, match=f"torch_metalk::{name} does not support the transforms of torch.func"):
+        torch.func.grad(lambda t: ours(t).sum())(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        ours(torch.autograd.forward_ad.make_dual(x, tangent))
+    assert ours(x).shape == ours(x.requires_grad_()).shape == (2, 4)
 
 
 def test_calls_among_stock_operators(device):

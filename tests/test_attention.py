@@ -335,6 +335,8 @@ GOOD = {"q": torch.ones(2, 4, 5, 8), "k": torch.ones(2, 2, 6, 8), "v": torch.one
         ({"mask": torch.ones(5, 6, device="meta")}, ValueError, "'mask' is on meta"),
         ({"sliding_window": 0}, ValueError, "'sliding_window' is 0"),
         ({"sliding_window": -3}, ValueError, "'sliding_window' is -3"),
+        ({"sliding_window": 2.5}, TypeError, "'sliding_window' is 2.5"),
+        ({"scale": "1"}, TypeError, "'scale' is '1'"),
         ({"softcap": 0.0}, ValueError, "'softcap' is 0.0"),
         ({"softcap": -1.0}, ValueError, "'softcap' is -1.0"),
         ({"scale": float("nan")}, ValueError, "'scale' is nan"),

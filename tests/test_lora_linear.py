@@ -163,6 +163,7 @@ def test_gradients_of_parameters_are_contiguous(device):
         ({"base_out": torch.ones(5, 3)}, ValueError, "'base_out'"),
         ({"lora_a": torch.ones(2, 6, device="meta")}, ValueError, "'lora_a' is on meta"),
         ({"x": torch.ones(4, 6, dtype=torch.int8)}, TypeError, "'x' is of dtype torch.int8"),
+        ({"scaling": None}, TypeError, "'scaling' is None"),
         ({"scaling": float("inf")}, ValueError, "'scaling' is inf"),
     ],
 )

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from . import UserError
-from .folders import RUN_FILE, checkpoint_folder
+from .folders import RUN_FILE, checkpoint_folder, newest_checkpoint
 
 STATE_FILE = "training_state.pt"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -58,7 +58,9 @@ def load_training_state(checkpoint: Path) -> dict:
 
 
 def load_adapter(model: PeftModel, path: Path) -> None:
-    """Loads adapter weights, from a safetensors file or a folder with one, into the adapter that `model` has."""
+    """Loads adapter weights into the adapter that `model` has: a file, or the newest in a folder."""
+    if path.is_dir() and not (path / ADAPTER_FILE).is_file():
+        path = newest_checkpoint(path)
     file = path / ADAPTER_FILE if path.is_dir() else path
     try:
         weights = load_file(file)

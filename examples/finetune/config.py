@@ -251,7 +251,9 @@ def parse(argv: list[str] | None = None) -> Config:
         else:
             choices = field.metadata["choices"]
             metavar = (
-                "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", list: "NAME"}.get(kind, "PATH")
+                "{" + ",".join(choices) + "}"
+                if choices
+                else {int: "N", float: "X", list: "NAME"}.get(kind, "NAME" if name == "device" else "PATH")
             )
             parser.add_argument(flag(name), nargs="+" if kind is list else None, metavar=metavar, **shared)
     parser.add_argument("-c", "--config", metavar="YAML", help="YAML file with options; the command line overrides it")

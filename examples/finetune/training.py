@@ -50,6 +50,7 @@ class Position:
     batches_drawn: int = 0
     trained_tokens: int = 0
     validated_at: int = -1
+    learning_rate: float = 0.0  # of the last step
     # Since the last report of the training loss:
     window_loss: float = 0.0
     window_tokens: int = 0
@@ -174,6 +175,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM).item()
         if not self.scaler.is_enabled():
             self._stop_unless_finite(norm, f"iteration {iteration}: the gradient norm")
+        position.learning_rate = self.scheduler.get_last_lr()[0]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if math.isfinite(norm):
@@ -234,7 +236,7 @@ class Trainer:
         report = {
             "iteration": self.position.iteration,
             key: loss,
-            "learning_rate": self.scheduler.get_last_lr()[0],
+            "learning_rate": self.position.learning_rate,
             "tokens_per_second": tokens / seconds,
             "trained_tokens": self.position.trained_tokens,
             "peak_memory_bytes": self.memory.sample(),

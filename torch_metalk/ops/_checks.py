@@ -22,10 +22,18 @@ def shape_of(tensor: torch.Tensor) -> str:
 def alike(*tensors: torch.Tensor) -> bool:
     """Whether nothing can be wrong with these tensors' dtypes, layouts and devices. Cheaper than finding what is."""
     first = tensors[0]
+    if not isinstance(first, torch.Tensor):
+        return False
     dtype, device = first.dtype, first.device
     return dtype in FLOATING and all(
-        t.dtype is dtype and t.layout is torch.strided and t.device == device for t in tensors
+        isinstance(t, torch.Tensor) and t.dtype is dtype and t.layout is torch.strided and t.device == device
+        for t in tensors
     )
+
+
+def number(op: str, name: str, value: object, kinds: tuple[type, ...] = (int, float)) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        refuse(op, name, repr(value), " or ".join(kind.__name__ for kind in kinds), TypeError)
 
 
 def floating(op: str, **tensors: torch.Tensor | None) -> None:
@@ -34,6 +42,8 @@ def floating(op: str, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            refuse(op, name, f"a {type(tensor).__name__}", "a tensor", TypeError)
         if tensor.dtype not in FLOATING:
             refuse(op, name, f"of dtype {tensor.dtype}", "float32, float16, bfloat16 (float64 on the CPU)", TypeError)
         if tensor.layout is not torch.strided:

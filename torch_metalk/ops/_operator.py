@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 _LIBRARY = torch.library.Library("torch_metalk", "DEF")
@@ -79,12 +80,24 @@ def _only_plain_cpu_tensors(args: tuple[Any, ...] | list[Any]) -> bool:
 
 
 def _nobody_listens() -> bool:
-    """No dispatch mode, functorch transform, compiler or autocast that would have to see the operator itself."""
+    """No dispatch mode, functorch transform, forward-mode derivative or autocast that has to see the operator."""
     return not (
         torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
         or torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def _refuse_transforms(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """torch.func.grad and forward-mode derivatives would lose the operator's derivative without a word."""
+    advice = "use torch.autograd, or the stock modules (torch_metalk.unpatch)"
+    if torch._C._functorch.peek_interpreter_stack() is not None and torch.is_grad_enabled() and _requires_grad(args):
+        raise RuntimeError(f"{op.name()} does not support the transforms of torch.func: {advice}")
+    if forward_ad._current_level >= 0:
+        tensors = (t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor))
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise RuntimeError(f"{op.name()} has no forward-mode derivative: {advice}")
 
 
 class Operator:
@@ -144,6 +157,7 @@ def define(
     differentiate = autograd or functools.partial(_not_differentiable, op)
 
     def autograd_kernel(*args):
+        _refuse_transforms(op, args)
         if torch.is_grad_enabled() and _requires_grad(args):
             return differentiate(*args)
         with torch._C._AutoDispatchBelowAutograd():

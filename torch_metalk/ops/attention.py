@@ -55,9 +55,19 @@ def attention(
     Raises:
         ValueError: ranks or sizes that do not fit, head counts that do not divide, a mask that requires a gradient or
             has a wrong shape, a window below 1, a softcap that is not positive, scale not finite.
-        TypeError: dtypes differ, an integer tensor.
+        TypeError: dtypes differ, an integer tensor; scale or softcap no number, sliding_window no int.
     """
     _checks.one_of("attention", "causal_alignment", causal_alignment, _ALIGNMENT)
+    for name, value, kinds in (
+        ("scale", scale, (int, float)),
+        ("softcap", softcap, (int, float)),
+        ("sliding_window", sliding_window, (int,)),
+    ):
+        if value is not None:
+            _checks.number("attention", name, value, kinds)
+    if sliding_window is not None:
+        # A window wider than any sequence restricts nothing; the operator's schema has 64 bits for it.
+        sliding_window = min(sliding_window, 2**62)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     lower_right = causal_alignment == "lower_right"

@@ -30,8 +30,9 @@ def lora_linear(x: Tensor, base_out: Tensor, lora_a: Tensor, lora_b: Tensor, sca
 
     Raises:
         ValueError: shapes that do not chain, rank 0, scaling not finite, devices differ.
-        TypeError: an integer tensor.
+        TypeError: an integer tensor; scaling no number.
     """
+    _checks.number("lora_linear", "scaling", scaling)
     return _lora_linear(x, base_out, lora_a, lora_b, scaling)
 
 

@@ -44,10 +44,15 @@ def rms_norm(
         A contiguous tensor of x's shape. Backward keeps x and one float32 per row, and nothing else.
 
     Raises:
-        ValueError: x has no dimension, weight is not ``[N]``, eps is negative or not finite, unknown rounding.
-        TypeError: an integer tensor, or a sparse one.
+        ValueError: x has no dimension, weight is not ``[N]``, eps is negative or not finite, weight_offset is not
+            finite, unknown rounding.
+        TypeError: an integer tensor, or a sparse one; eps or weight_offset no number.
     """
     _checks.one_of("rms_norm", "rounding", rounding, _ROUNDING)
+    _checks.number("rms_norm", "eps", eps)
+    _checks.number("rms_norm", "weight_offset", weight_offset)
+    if not math.isfinite(weight_offset):
+        _checks.refuse("rms_norm", "weight_offset", weight_offset, "a finite number")
     return _rms_norm(x, weight, eps, weight_offset, rounding == "before_weight")[0]
 
 

@@ -43,6 +43,8 @@ def rope_qk(
 
     Arguments, results and errors are those of `rope`; q and k share one dtype.
     """
+    if q.dtype != k.dtype:
+        _checks.same_dtype("rope_qk", q=q, k=k)
     q, k = _rope([q, k], cos, sin, seq_dim, interleaved, False)
     return q, k
 

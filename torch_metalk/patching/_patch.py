@@ -25,22 +25,22 @@ def patch(model: nn.Module, ops: Iterable[str] | None = None) -> PatchReport:
 
     Works on this model alone: no class or function of transformers or PEFT is changed, and another model built from the
     same config object stays as it was. May come before or after `get_peft_model`, may be repeated (after more adapters
-    were added, or to add operators), and is undone by `unpatch`.
+    were added, or to add operators to those in use), and is undone by `unpatch`.
 
     Args:
         model: a transformers model, a PEFT model around one, or any module that contains some.
-        ops: the operators to use, names out of `PATCHABLE_OPS`; None for all.
+        ops: the operators to use, names out of `PATCHABLE_OPS`, in addition to those in use already; None for all.
 
     Returns:
-        A `PatchReport`: what was patched, and what was left alone and why. Print it.
+        A `PatchReport`: what is patched now, and what was left alone and why. Print it.
 
     Raises:
         TypeError: model is not a module.
-        ValueError: an unknown name in `ops`.
+        ValueError: an unknown name in `ops`, or none at all.
     """
-    wanted = _check(model, ops)
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    wanted = _check(model, ops).union(*map(_in_use, modules))
     patched, skipped = Counter(), Counter()
-    modules = list(model.modules())
     for module in modules:
         _patch_module(module, wanted, patched, skipped)
     if "attention" in wanted:
@@ -57,7 +57,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if (stock := families.stock_class(module)) is not type(module):
             module.__class__ = stock
-            module.__dict__.pop("_torch_metalk_ops", None)
+            module.__dict__.pop(families.OPS_ATTRIBUTE, None)
         for name, config in module.__dict__.pop(families.CONFIGS_ATTRIBUTE, {}).items():
             module.__dict__[name] = config
     return model
@@ -71,12 +71,24 @@ def _check(model: nn.Module, ops: Iterable[str] | None) -> frozenset[str]:
     if isinstance(ops, str):
         ops = [ops]
     wanted = frozenset(PATCHABLE_OPS if ops is None else ops)
+    if not wanted:
+        raise ValueError(f"torch_metalk.patch: argument 'ops' names nothing; accepted: {', '.join(PATCHABLE_OPS)}")
     if unknown := wanted.difference(PATCHABLE_OPS):
         raise ValueError(
             f"torch_metalk.patch: argument 'ops' names {', '.join(sorted(map(repr, unknown)))}; "
             f"accepted: {', '.join(PATCHABLE_OPS)}"
         )
     return wanted
+
+
+def _in_use(module: nn.Module) -> set[str]:
+    """The operators that an earlier `patch` gave to a module."""
+    ops = set(module.__dict__.get(families.OPS_ATTRIBUTE, ()))
+    if families.has_own_config(module):
+        ops.add("attention")
+    if type(module).__module__ == "torch_metalk.peft.linear":
+        ops.add("lora_linear")
+    return ops
 
 
 def _patch_module(module: nn.Module, wanted: frozenset[str], patched: Counter, skipped: Counter) -> None:
@@ -105,7 +117,7 @@ def _looks_like(cls: type[nn.Module], wanted: frozenset[str]) -> str | None:
 def _patch_target(
     module: nn.Module, target: families.Target, wanted: frozenset[str], patched: Counter, skipped: Counter
 ) -> None:
-    from torch_metalk.patching.modules import OPS_ATTRIBUTE, patched_class
+    from torch_metalk.patching.modules import patched_class
 
     op, reason = _op_of(module, target)
     if reason is None and "forward" in module.__dict__:
@@ -118,9 +130,9 @@ def _patch_target(
     if target.kind != "RMSNorm" and "forward" not in module.__dict__:
         enabled |= {"lora_linear"} & wanted
     if enabled:
-        enabled |= set(module.__dict__.get(OPS_ATTRIBUTE, ()))
+        enabled |= set(module.__dict__.get(families.OPS_ATTRIBUTE, ()))
         module.__class__ = patched_class(target.stock)
-        module.__dict__[OPS_ATTRIBUTE] = frozenset(enabled)
+        module.__dict__[families.OPS_ATTRIBUTE] = frozenset(enabled)
 
 
 def _op_of(module: nn.Module, target: families.Target) -> tuple[str, str | None]:

@@ -79,6 +79,8 @@ def target_of(cls: type[nn.Module]) -> Target | None:
     return None
 
 
+#: Where a patched module keeps the names of the operators it may use.
+OPS_ATTRIBUTE = "_torch_metalk_ops"
 #: Where a module whose config was replaced keeps the one it had: attribute name -> stock config.
 CONFIGS_ATTRIBUTE = "_torch_metalk_stock_configs"
 #: Where a module keeps what others want called with it: an operator that replaces the module would not call them.

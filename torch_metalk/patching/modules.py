@@ -18,12 +18,9 @@ from torch_metalk.patching.attention import register
 
 register()
 
-#: Where a patched module keeps the names of the operators it may use.
-OPS_ATTRIBUTE = "_torch_metalk_ops"
-
 
 def _enabled(module: nn.Module, op: str) -> bool:
-    return op in module.__dict__.get(OPS_ATTRIBUTE, ())
+    return op in module.__dict__.get(families.OPS_ATTRIBUTE, ())
 
 
 class Patched:

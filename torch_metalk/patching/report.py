@@ -37,7 +37,7 @@ class PatchReport:
         rows = [(*map(str, line[:3]), line.reason or "patched") for line in self.patched]
         rows += [(*map(str, line[:3]), f"left alone: {line.reason}") for line in self.skipped]
         if not rows:
-            return "torch_metalk: nothing in this model is a candidate for patching"
+            return "torch_metalk: nothing in this model is a candidate for the operators asked for"
         widths = [max(len(row[i]) for row in [header, *rows]) for i in range(3)]
         lines = [
             f"{name:<{widths[0]}}  {op:<{widths[1]}}  {count:>{widths[2]}}  {status}"
