@@ -1,0 +1,153 @@
+"""The verbs: a source becomes a library folder, and a kernel of a library a shared object.
+
+A library folder holds `source.ii` (the preprocessed text), `options.json` and `table.json` (see executor.h).
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import cache, constants, kernels, runtime, toolchain
+from .preprocess import preprocess
+from .rewrite import rewrite
+from .source import Source
+from .toolchain import CompileError
+
+# A lane's stack is 64 KiB; what is left is for the functions that are not inlined and for a signal handler.
+MAX_FRAME = 48 * 1024
+# Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
+# this machine only aligned moves mind.
+UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
+# How clang prints the address spaces, and how Metal writes them.
+PRINTED_SPACES = {"__global_device ": "constant ", "__global ": "device ", "__local ": "threadgroup "}
+
+
+@dataclass(frozen=True)
+class Options:
+    defines: tuple[str, ...] = ()
+    fast_math: bool = False
+    language: int = 0
+
+
+def compile_library(text: str, directory: Path, options: Options, preprocessed: bool = False) -> None:
+    """Reads a source, checks that it compiles, and writes its library folder."""
+    if not preprocessed:
+        text = preprocess(text, options.defines, language=options.language, fast_math=options.fast_math)
+    source = Source(text)
+    offer = kernels.read(source)
+    _check(source, offer)
+    with cache.new_directory(directory) as scratch:
+        (scratch / "source.ii").write_text(text)
+        (scratch / "options.json").write_text(json.dumps(asdict(options)))
+        (scratch / "table.json").write_text(json.dumps(offer.table(), indent=1))
+
+
+def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], output: Path) -> None:
+    """Compiles one kernel of a library folder for one set of function constants.
+
+    values: by the constant's name, or by its index in decimal.
+    """
+    source = Source((directory / "source.ii").read_text())
+    options = Options(**json.loads((directory / "options.json").read_text()))
+    offer = kernels.read(source)
+    kernel = offer.kernels.get(name)
+    if kernel is None:
+        raise CompileError(_no_such_kernel(name, offer))
+    literals = _constant_literals(offer, values)
+    code = _translation_unit(source, offer, literals, _entry(offer, kernel, literals))
+    with cache.new_file(output) as scratch:
+        assembly = scratch.with_suffix(".s")
+        _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
+        assembly.write_text(_finish_assembly(assembly.read_text()))
+        _link(assembly, scratch)
+
+
+def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dict[str, str]:
+    literals = {}
+    for constant in offer.function_constants.values():
+        value = values.get(constant.name, values.get(str(constant.index)))
+        if value is not None:
+            literals[constant.name] = constants.literal(constant, value)
+    return literals
+
+
+def _no_such_kernel(name: str, offer: kernels.Offer) -> str:
+    near = difflib.get_close_matches(name, offer.kernels, n=3) or sorted(offer.kernels)[:8]
+    return f"virtual_mps: the library has no kernel '{name}'; it has {', '.join(near) or 'none'}" + (
+        " and more" if len(near) < len(offer.kernels) else ""
+    )
+
+
+def _translation_unit(source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str) -> str:
+    body = rewrite(source, offer, literals).apply().decode()
+    return f'#include "vmps/metal.h"\n{body}\n# 1 "vmps_entry"\n{entry}\n'
+
+
+def _check(source: Source, offer: kernels.Offer) -> None:
+    _clang(_translation_unit(source, offer, {}, ""), ["-fsyntax-only"])
+
+
+def _entry(offer: kernels.Offer, kernel: kernels.Kernel, literals: Mapping[str, str]) -> str:
+    """Code that tells the executor how to call the kernel."""
+    sources, image = [], []
+    for p in kernel.parameters:
+        origin = {"buffer": "buffer", "threadgroup": "threadgroup_memory"}.get(p.kind, p.attribute)
+        if p.function_constant:
+            # A constant expression of the source, so the branch not taken costs nothing.
+            given = p.function_constant
+            sources.append(f"{{({given}) ? vmps::source::{origin} : vmps::source::absent, {p.index}}}")
+        else:
+            given = "true"
+            sources.append(f"{{vmps::source::{origin}, {p.index}}}")
+        if p.kind != "builtin":
+            kind = {"buffer": 0, "threadgroup": 1}[p.kind]
+            image.append(f'{{({given}) ? {kind} : -1, {p.index}, "{p.name}"}}')
+    # Both end with an entry that stands for nothing: C++ has no empty arrays.
+    return (
+        f"static constexpr vmps::parameter vmps_parameters[] = {{{', '.join([*sources, '{vmps::source::absent, 0}'])}}};\n"
+        f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join([*image, '{-1, 0, nullptr}'])}}};\n"
+        f"VMPS_KERNEL({kernel.expression}, {kernel.max_threads})"
+    )
+
+
+def _clang(code: str, arguments: Sequence[str]) -> None:
+    command = [
+        *(toolchain.clang(), *toolchain.read_flags(), "-w", "-ferror-limit=8", "-fno-caret-diagnostics"),
+        *(f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"),
+        *(*arguments, "-"),
+    ]
+    result = toolchain.run(command, input=code)
+    if result.returncode:
+        message = result.stderr.strip()
+        for printed, written in PRINTED_SPACES.items():
+            message = message.replace(printed, written)
+        raise CompileError(message)
+
+
+def _finish_assembly(assembly: str) -> str:
+    lines = []
+    for line in assembly.splitlines():
+        mnemonic, tab, operands = line.lstrip("\t").partition("\t")
+        lines.append(f"\t{UNALIGNED_MOVES[mnemonic]}{tab}{operands}" if mnemonic in UNALIGNED_MOVES else line)
+    waits = int("vmps_wait_simdgroup" in assembly or "vmps_wait_threadgroup" in assembly)
+    lines += ["\t.section .rodata", "\t.balign 4", "\t.globl vmps_kernel_waits", "\t.hidden vmps_kernel_waits"]
+    lines += ["vmps_kernel_waits:", f"\t.long {waits}", ""]
+    return "\n".join(lines)
+
+
+def _link(assembly: Path, output: Path) -> None:
+    command = [
+        toolchain.clang(),
+        *toolchain.machine_flags(),
+        "-shared",
+        "-nostartfiles",
+        "-x",
+        "assembler",
+        str(assembly),
+    ]
+    command += ["-x", "none", str(runtime.build_runtime()), "-lm", "-Wl,-z,defs", "-o", str(output)]
+    result = toolchain.run(command)
+    if result.returncode:
+        raise CompileError(result.stderr.strip())
