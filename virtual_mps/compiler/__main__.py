@@ -1,4 +1,4 @@
-"""python -m virtual_mps.compiler {preprocess,library,kernel}: what executor.h calls, and what a stand-in for `metal` may."""
+"""python -m virtual_mps.compiler VERB: what the executor calls, and what a stand-in for `metal` may call."""
 
 import argparse
 import sys

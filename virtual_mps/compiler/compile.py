@@ -104,11 +104,13 @@ def _entry(offer: kernels.Offer, kernel: kernels.Kernel, literals: Mapping[str, 
         if p.kind != "builtin":
             kind = {"buffer": 0, "threadgroup": 1}[p.kind]
             image.append(f'{{({given}) ? {kind} : -1, {p.index}, "{p.name}"}}')
-    # Both end with an entry that stands for nothing: C++ has no empty arrays.
+    # Both lists end with an entry that stands for nothing: C++ has no empty arrays.
+    sources.append("{vmps::source::absent, 0}")
+    image.append("{-1, 0, nullptr}")
     return (
-        f"static constexpr vmps::parameter vmps_parameters[] = {{{', '.join([*sources, '{vmps::source::absent, 0}'])}}};\n"
-        f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join([*image, '{-1, 0, nullptr}'])}}};\n"
-        f"VMPS_KERNEL({kernel.expression}, {kernel.max_threads})"
+        f"static constexpr vmps::parameter vmps_parameters[] = {{{', '.join(sources)}}};\n"
+        f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join(image)}}};\n"
+        f"VMPS_KERNEL({kernel.max_threads}, {kernel.expression})"
     )
 
 
@@ -120,10 +122,20 @@ def _clang(code: str, arguments: Sequence[str]) -> None:
     ]
     result = toolchain.run(command, input=code)
     if result.returncode:
-        message = result.stderr.strip()
-        for printed, written in PRINTED_SPACES.items():
-            message = message.replace(printed, written)
-        raise CompileError(message)
+        raise CompileError(_readable(result.stderr))
+
+
+def _readable(message: str) -> str:
+    """clang's message in Metal's words, without the notes on how our headers came to it."""
+    for printed, written in PRINTED_SPACES.items():
+        message = message.replace(printed, written)
+    headers = f"{toolchain.HEADERS}/"
+    told = [
+        line.removeprefix(headers)
+        for line in message.splitlines()
+        if not (headers in line and (": note: " in line or line.startswith("In file included from")))
+    ]
+    return "\n".join(told)
 
 
 def _finish_assembly(assembly: str) -> str:

@@ -9,13 +9,27 @@ MAX_THREADS = 1024
 SLOTS = 31
 
 BUILTINS = frozenset(
-    """
-    thread_position_in_grid threadgroup_position_in_grid thread_position_in_threadgroup thread_index_in_threadgroup
-    thread_index_in_simdgroup simdgroup_index_in_threadgroup thread_index_in_quadgroup quadgroup_index_in_threadgroup
-    threads_per_grid threadgroups_per_grid threads_per_threadgroup dispatch_threads_per_threadgroup
-    threads_per_simdgroup thread_execution_width simdgroups_per_threadgroup dispatch_simdgroups_per_threadgroup
-    quadgroups_per_threadgroup dispatch_quadgroups_per_threadgroup grid_origin
-    """.split()
+    (
+        "thread_position_in_grid",
+        "threadgroup_position_in_grid",
+        "thread_position_in_threadgroup",
+        "thread_index_in_threadgroup",
+        "thread_index_in_simdgroup",
+        "simdgroup_index_in_threadgroup",
+        "thread_index_in_quadgroup",
+        "quadgroup_index_in_threadgroup",
+        "threads_per_grid",
+        "threadgroups_per_grid",
+        "threads_per_threadgroup",
+        "dispatch_threads_per_threadgroup",
+        "threads_per_simdgroup",
+        "thread_execution_width",
+        "simdgroups_per_threadgroup",
+        "dispatch_simdgroups_per_threadgroup",
+        "quadgroups_per_threadgroup",
+        "dispatch_quadgroups_per_threadgroup",
+        "grid_origin",
+    )
 )
 
 _CANDIDATES = query(
@@ -165,8 +179,8 @@ def _read_parameters(source: Source, function: Node, kernel: str) -> list[Parame
     for parameter in parameters:
         if parameter.index >= SLOTS:
             raise CompileError(
-                f"{source.location(function.start_byte)}: error: parameter '{parameter.name}' of kernel '{kernel}' is at"
-                f" {parameter.kind}({parameter.index}), the last slot is {SLOTS - 1}"
+                f"{source.location(function.start_byte)}: error: parameter '{parameter.name}' of kernel '{kernel}' is"
+                f" at {parameter.kind}({parameter.index}), the last slot is {SLOTS - 1}"
             )
     return parameters
 

@@ -18,7 +18,7 @@ def preprocess(
     language: int = 0,
     fast_math: bool = False,
 ) -> str:
-    """Expands a source. A string is read as Metal's runtime compiler reads it: named program_source, with no local include.
+    """Expands a source. A string is read as Metal's runtime compiler does: named program_source, no local includes.
 
     language: 310 or 301 for Metal 3.1; 0 for the newest.
     """

@@ -19,10 +19,7 @@ _CONSTRUCTS = query(
     (attribute_declaration) @attribute
     (compound_statement (declaration) @local)
     (parameter_declaration) @parameter
-    (field_declaration_list (_ [(function_declarator) (operator_cast)] @member))
-    (field_declaration_list (template_declaration (_ [(function_declarator) (operator_cast)] @member)))
-    (field_declaration_list (_ (_ (function_declarator) @member)))
-    (field_declaration_list (template_declaration (_ (_ (function_declarator) @member))))
+    [(function_declarator) (abstract_function_declarator)] @function_declarator
     (function_definition) @definition
     """
 )
@@ -53,7 +50,7 @@ def rewrite(source: Source, offer: Offer, constants: Mapping[str, str]) -> Edits
         _threadgroup_variable(source, node, declarators, number, edits)
     for node in found.get("parameter", []):
         _array_parameter(source, node, edits)
-    _member_qualifiers(source, found.get("qualified", []), edits)
+    _member_qualifiers(source, found.get("function_declarator", []), edits)
     for node in found.get("definition", []):
         _inline(source, node, edits)
     return edits
@@ -178,24 +175,23 @@ def _member_qualifiers(source: Source, declarators: list[Node], edits: Edits) ->
         key = (member.parent.id, b"".join(signature.split()))
         if key in seen:
             edits.delete(member)
-        elif spaces:
-            seen.add(key)
+        seen.add(key)
 
 
 def _member(declarator: Node) -> Node | None:
-    """The member declaration, with its template header, that a function declarator belongs to."""
+    """The declaration, with its template header, of the member function that this declares; None if it declares none."""
     node = declarator
-    while node is not None and (node.parent is None or node.parent.type != "field_declaration_list"):
+    while node.parent is not None and node.parent.type not in ("compound_statement", "parameter_list"):
+        if node.parent.type == "field_declaration_list":
+            return node
         node = node.parent
-    return node
+    return None
 
 
 def _inline(source: Source, node: Node, edits: Edits) -> None:
     """Code is generated for what the kernel asked for needs, and for no other function of the source."""
-    parent = node.parent
-    if parent.type in ("field_declaration_list",) or any(c.type == "friend" for c in parent.children):
-        return
-    if parent.type == "template_declaration" and parent.parent.type == "field_declaration_list":
+    outer = node.parent.parent if node.parent.type == "template_declaration" else node.parent
+    if outer.type in ("field_declaration_list", "friend_declaration"):
         return
     first = next(c for c in node.children if c.type != "attribute_declaration")
     edits.insert(first.start_byte, b"inline ")

@@ -1,8 +1,8 @@
 """A preprocessed Metal source as a syntax tree, and edits to it.
 
 Metal's grammar is C++ with five more words. The parser gets a view of the text, equal in length, in which they are C++
-words of the same kind: the address spaces are qualifiers, `kernel` is a function specifier. Directives (line markers and
-pragmas, which may stand anywhere) are blank in it. Offsets in the tree are offsets in the text, where edits apply.
+words of the same kind: the address spaces are qualifiers, `kernel` is a function specifier. Directives (line markers,
+and pragmas, which may stand anywhere) are blank in it. Offsets in the tree are offsets in the text, where edits apply.
 """
 
 import re

@@ -30,7 +30,7 @@ def clang() -> str:
 
 
 def machine_flags() -> list[str]:
-    # Half precision in hardware (F16C), FMA and vectors of 256 bits; every x86-64 machine of the last ten years has them.
+    # Half precision in hardware (F16C), FMA, vectors of 256 bits: what x86-64 machines have had for ten years.
     return ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
 
 

@@ -55,12 +55,14 @@ constexpr VMPS_INLINE T value(T v) {
 // ... and static_cast as vmps::cast: clang refuses half <-> bfloat, Metal does not.
 template <class T, class U>
 constexpr VMPS_INLINE T cast(U&& u) {
-  if constexpr (same<T, bfloat> && same<__remove_cvref(U), half>)
-    return static_cast<T>(float(u));
-  else if constexpr (same<T, half> && same<__remove_cvref(U), bfloat>)
-    return static_cast<T>(float(u));
-  else
+  if constexpr (same<T, half> || same<T, bfloat>) {
+    if constexpr (floating<decltype(value(u))>)
+      return static_cast<T>(static_cast<float>(u));
+    else
+      return static_cast<T>(static_cast<U&&>(u));
+  } else {
     return static_cast<T>(static_cast<U&&>(u));
+  }
 }
 }  // namespace vmps
 

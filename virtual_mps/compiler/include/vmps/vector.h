@@ -6,6 +6,8 @@
 namespace metal {
 template <class T, int N>
 struct vec;
+template <class T, int N>
+struct packed_vec;
 }
 
 namespace vmps {
@@ -13,6 +15,8 @@ template <class T>
 inline constexpr int width = 1;
 template <class T, int N>
 inline constexpr int width<metal::vec<T, N>> = N;
+template <class T, int N>
+inline constexpr int width<metal::packed_vec<T, N>> = N;
 }  // namespace vmps
 
 namespace metal {
