@@ -53,6 +53,13 @@ def sources() -> list[Path]:
     return sorted(file for folder in ("device", "metal", "objc") for file in (PACKAGE / folder).glob("*.[cm][pm]*"))
 
 
+def _inputs() -> list[Path]:
+    """Everything in this package that the result depends on."""
+    headers = [file for folder in ("device", "metal", "objc", "include") for file in (PACKAGE / folder).rglob("*.h")]
+    scripts = [Path(__file__).resolve(), PACKAGE / "_real_kernels.py"]
+    return sorted([*sources(), *headers, PACKAGE / "executor/executor.h", *scripts])
+
+
 def include_flags(built: Path) -> list[str]:
     """For code that includes Apple's headers. Ours come first, then the adapted ones of the distribution."""
     return [
@@ -74,12 +81,7 @@ def native() -> Path:
         _environment.clang(),
         str(_environment.objc_headers()),
         str(_environment.gnustep_headers()),
-        *(
-            part
-            for file in sorted(f for f in PACKAGE.rglob("*") if f.suffix in (".cpp", ".mm", ".h") or f.parent == PACKAGE)
-            if file.is_file() and file.suffix != ".toml"
-            for part in (str(file.relative_to(PACKAGE)), file.read_bytes())
-        ),
+        *(part for file in _inputs() for part in (str(file.relative_to(PACKAGE)), file.read_bytes())),
     )
     folder = cache.root() / "native" / key[:16]
     if folder.is_dir():

@@ -3,13 +3,17 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/mps/EmptyTensor.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_attention_math_for_mps.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <ATen/ops/max_pool2d_with_indices_backward.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -161,6 +165,11 @@ TORCH_LIBRARY_IMPL(aten, MPS, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("scaled_dot_product_attention", attention);
+  // Views need no memory, so they need no CPU alias either: PyTorch's own functions serve every device.
+  m.impl("view", at::native::view);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention", attention); }
