@@ -69,7 +69,9 @@ def library():
     def entry(name, scalar, waits):
         parameters = [f"{scalar}3 v{i} [[{a}]]" for i, a in enumerate(VECTORS)]
         parameters += [f"{scalar} s{i} [[{a}]]" for i, a in enumerate(SCALARS)]
-        stores = [f"y[at + {3 * i}] = v{i}.x; y[at + {3 * i + 1}] = v{i}.y; y[at + {3 * i + 2}] = v{i}.z;" for i in range(7)]
+        stores = [
+            f"y[at + {3 * i}] = v{i}.x; y[at + {3 * i + 1}] = v{i}.y; y[at + {3 * i + 2}] = v{i}.z;" for i in range(7)
+        ]
         stores += [f"y[at + {21 + i}] = s{i};" for i in range(len(SCALARS))]
         return f"""
         kernel void {name}(device uint* y [[buffer(0)]], {", ".join(parameters)}) {{
@@ -96,12 +98,16 @@ def test_every_attribute(library, name, grid, group):
 
 
 def test_positions_of_fewer_dimensions():
-    run = Library(HEADER + """
-    kernel void k(device uint* y [[buffer(0)]], uint a [[thread_position_in_grid]], ushort2 b [[thread_position_in_grid]],
-                  ushort c [[threadgroup_position_in_grid]], uint2 d [[threads_per_grid]]) {
+    run = Library(
+        HEADER
+        + """
+    kernel void k(device uint* y [[buffer(0)]], uint a [[thread_position_in_grid]],
+                  ushort2 b [[thread_position_in_grid]], ushort c [[threadgroup_position_in_grid]],
+                  uint2 d [[threads_per_grid]]) {
       device uint* at = y + 6 * (b.y * d.x + b.x);
       at[0] = a; at[1] = b.x; at[2] = b.y; at[3] = c; at[4] = d.x; at[5] = d.y;
-    }""").kernel("k")
+    }"""
+    ).kernel("k")
     y = np.zeros((3, 4, 6), np.uint32)
     run(y, threadgroups=(2, 3), threads_per_threadgroup=(2, 1))
     for row in range(3):
@@ -110,15 +116,20 @@ def test_positions_of_fewer_dimensions():
 
 
 def test_whole_threadgroups_are_not_cut():
-    run = Library(HEADER + """
+    run = Library(
+        HEADER
+        + """
     kernel void k(device atomic_uint* count [[buffer(0)]], uint n [[threads_per_grid]]) {
       atomic_fetch_add_explicit(count, n, memory_order_relaxed);
-    }""").kernel("k")
+    }"""
+    ).kernel("k")
     count = np.zeros(1, np.uint32)
     run(count, threadgroups=(3,), threads_per_threadgroup=(40,))
     assert count[0] == 120 * 120
 
 
 def test_an_unknown_attribute_is_refused():
-    with pytest.raises(MetalError, match="program_source:3:.*parameter 'i' of kernel 'k'"):
-        Library(HEADER + "kernel void k(device uint* y [[buffer(0)]], uint i [[thread_position_in_space]]) { y[0] = i; }")
+    with pytest.raises(MetalError, match=r"program_source:3:.*parameter 'i' of kernel 'k'"):
+        Library(
+            HEADER + "kernel void k(device uint* y [[buffer(0)]], uint i [[thread_position_in_space]]) { y[0] = i; }"
+        )

@@ -172,8 +172,9 @@ def test_literals_of_templates_are_floats_too():
 
 def test_ternary_operands_in_different_address_spaces():
     run = kernel("""
-    kernel void k(const device float4* x [[buffer(0)]], device float4* y [[buffer(1)]], constant float4& c [[buffer(2)]],
-                  constant uint& n [[buffer(3)]], uint i [[thread_index_in_threadgroup]]) {
+    kernel void k(const device float4* x [[buffer(0)]], device float4* y [[buffer(1)]],
+                  constant float4& c [[buffer(2)]], constant uint& n [[buffer(3)]],
+                  uint i [[thread_index_in_threadgroup]]) {
       threadgroup float4 t[4];
       t[i] = i < n ? x[i] : float4(0);
       y[i] = i == 0 ? t[i] : (i > 2 ? x[0] : (i == 2 ? c : float4(1, 2, float2(3))));
@@ -198,7 +199,8 @@ def test_members_qualified_by_address_space():
       float norm() const constant { return re * re + im * im; }
       thread Complex& operator+=(Complex o) thread { re += o.re; im += o.im; return *this; }
     };
-    kernel void k(const device Complex* x [[buffer(0)]], constant Complex& c [[buffer(1)]], device float* y [[buffer(2)]]) {
+    kernel void k(const device Complex* x [[buffer(0)]], constant Complex& c [[buffer(1)]],
+                  device float* y [[buffer(2)]]) {
       Complex sum(1, 1);
       sum += x[0];
       y[0] = x[0].norm(); y[1] = c.norm(); y[2] = sum.norm(); y[3] = float(x[0]);
@@ -271,7 +273,7 @@ template [[host_name("negate_deduced")]] kernel void negate(
     const device float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]);
 
 namespace inner {
-[[host_name("renamed")]] kernel void original(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
+[[host_name("renamed")]] kernel void divide(const device float* x [[buffer(0)]], device float* y [[buffer(1)]],
                                               uint i [[thread_position_in_grid]]) { y[i] = x[i] + 1; }
 }
 """
@@ -308,10 +310,14 @@ def test_the_table_lists_kernels_not_templates():
 
 
 def test_parameters_without_an_index_take_the_free_slots_in_order():
-    library = Library(HEADER + """
-    kernel void k(device float* a, device float* b [[buffer(0)]], constant float& c, uint i [[thread_position_in_grid]]) {
+    library = Library(
+        HEADER
+        + """
+    kernel void k(device float* a, device float* b [[buffer(0)]], constant float& c,
+                  uint i [[thread_position_in_grid]]) {
       a[i] = b[i] + c;
-    }""")
+    }"""
+    )
     assert [(p["name"], p["index"]) for p in library.table["kernels"]["k"]["parameters"][:3]] == [
         ("a", 1), ("b", 0), ("c", 2),
     ]  # fmt: skip
@@ -340,11 +346,15 @@ def test_unroll_pragmas():
 
 
 def test_attributes_in_front_of_a_definition():
-    library = Library(HEADER + """
+    library = Library(
+        HEADER
+        + """
     [[kernel, max_total_threads_per_threadgroup(2 * 64)]] void a(device float* y [[buffer(0)]]) { y[0] = 1; }
-    template <typename T> [[max_total_threads_per_threadgroup(256)]] kernel void b(device T* y [[buffer(0)]]) { y[0] = 1; }
+    template <typename T>
+    [[max_total_threads_per_threadgroup(256)]] kernel void b(device T* y [[buffer(0)]]) { y[0] = 1; }
     template [[host_name("b")]] kernel void b<float>(device float* y [[buffer(0)]]);
-    """)
+    """
+    )
     assert library.table["kernels"]["a"]["max_total_threads_per_threadgroup"] == 128
     assert library.kernel("a").max_threads == 128
     assert library.kernel("b").max_threads == 256
@@ -363,21 +373,30 @@ def test_words_of_metal_in_strings_and_other_names():
     assert y[0] == 16
 
 
+WRITE = "void f(device float* p) { p[0] = 1; }\n"
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("void f(threadgroup float* p) { p[0] = 1; }\nkernel void k(device float* x [[buffer(0)]]) { f(x); }", "program_source:4:"),
+        (
+            "void f(threadgroup float* p) {}\nkernel void k(device float* x [[buffer(0)]]) { f(x); }",
+            "program_source:4:",
+        ),
         ("kernel void k(device float* x [[buffer(0)]]) { threadgroup float t[4]; x = t; }", "program_source:3:"),
         ("kernel void k(constant float* x [[buffer(0)]]) { x[0] = 1; }", "program_source:3:"),
-        ("void f(device float* p) { p[0] = 1; }\nkernel void k(const device float* x [[buffer(0)]]) { f(x); }", "program_source:4:"),
-        ("void f(device float* p) { p[0] = 1; }\nkernel void k(device float* x [[buffer(0)]]) { float l; f(&l); }", "program_source:4:"),
-        ("kernel void k(device float4* x [[buffer(0)]], device half4* y [[buffer(1)]]) { x[0] = y[0]; }", "program_source:3:"),
+        (WRITE + "kernel void k(const device float* x [[buffer(0)]]) { f(x); }", "program_source:4:"),
+        (WRITE + "kernel void k(device float* x [[buffer(0)]]) { float l; f(&l); }", "program_source:4:"),
+        (
+            "kernel void k(device float4* x [[buffer(0)]], device half4* y [[buffer(1)]]) { *x = *y; }",
+            "program_source:3:",
+        ),
         ("kernel void k(device float4* x [[buffer(0)]]) { x[0] = float4(1, 2); }", "program_source:3:"),
         ("kernel void k(device float* x [[buffer(0)]]) { x[0] = metal::nosuch(1.0f); }", "nosuch"),
         ("kernel void k(device float* x [[buffer(0)]], uint n) { x[0] = n; }", "parameter 'n' of kernel 'k'"),
         ("kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }", "the last slot is 30"),
     ],
-)  # fmt: skip
+)
 def test_refused(program, message):
     with pytest.raises(MetalError, match=message):
         kernel(program)

@@ -20,6 +20,7 @@ MAX_FRAME = 48 * 1024
 # Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
 # this machine only aligned moves mind.
 UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
+ENTRY = "end of source"  # the file name of what follows the source; an open bracket is noticed there
 # How clang prints the address spaces, and how Metal writes them.
 PRINTED_SPACES = {"__global_device ": "constant ", "__global ": "device ", "__local ": "threadgroup "}
 
@@ -59,7 +60,13 @@ def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], outp
     code = _translation_unit(source, offer, literals, _entry(offer, kernel, literals))
     with cache.new_file(output) as scratch:
         assembly = scratch.with_suffix(".s")
-        _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
+        try:
+            _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
+        except CompileError as error:
+            if "-Wframe-larger-than" not in str(error):
+                raise
+            limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
+            raise CompileError(f"virtual_mps: the local variables of kernel '{name}' take {limit}") from None
         assembly.write_text(_finish_assembly(assembly.read_text()))
         _link(assembly, scratch)
 
@@ -82,7 +89,7 @@ def _no_such_kernel(name: str, offer: kernels.Offer) -> str:
 
 def _translation_unit(source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str) -> str:
     body = rewrite(source, offer, literals).apply().decode()
-    return f'#include "vmps/metal.h"\n{body}\n# 1 "vmps_entry"\n{entry}\n'
+    return f'#include "vmps/metal.h"\n{body}\n# 1 "{ENTRY}"\n{entry}\n'
 
 
 def _check(source: Source, offer: kernels.Offer) -> None:
@@ -116,7 +123,7 @@ def _entry(offer: kernels.Offer, kernel: kernels.Kernel, literals: Mapping[str, 
 
 def _clang(code: str, arguments: Sequence[str]) -> None:
     command = [
-        *(toolchain.clang(), *toolchain.read_flags(), "-w", "-ferror-limit=8", "-fno-caret-diagnostics"),
+        *(toolchain.clang(), *toolchain.read_flags(), "-Wno-everything", "-ferror-limit=8", "-fno-caret-diagnostics"),
         *(f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"),
         *(*arguments, "-"),
     ]
@@ -134,6 +141,7 @@ def _readable(message: str) -> str:
         line.removeprefix(headers)
         for line in message.splitlines()
         if not (headers in line and (": note: " in line or line.startswith("In file included from")))
+        and not (line.startswith(f"{ENTRY}:") and ": note: " in line)
     ]
     return "\n".join(told)
 

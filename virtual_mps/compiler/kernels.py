@@ -118,7 +118,7 @@ def read(source: Source) -> Offer:
         _read_instantiation(source, node, definitions, offer)
     for definition in (d for same_name in definitions.values() for d in same_name if not d.is_template):
         name = definition.host_name or definition.qualified_name.rpartition("::")[2]
-        _add(offer, name, f"&{definition.qualified_name}", definition, None)
+        _add(offer, name, f"&::{definition.qualified_name}", definition, None)
     return offer
 
 
@@ -227,29 +227,29 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
 
     function = _function_declarator(node)
     named = function.child_by_field_name("declarator") if function else node.named_children[-1]
-    target = source.of(named).decode()
-    plain = _last_name(source, named)
+    plain, arguments = _template_name(source, named)
     candidates = definitions.get(plain, [])
     if function is not None:
-        given = [c for c in function.child_by_field_name("parameters").named_children if c.type != "comment"]
+        given = function.child_by_field_name("parameters").named_children
         candidates = [d for d in candidates if len(d.parameters) == len(given)] or candidates
-        if not _has_template_arguments(named):
-            types = source.of(function.child_by_field_name("parameters")).decode()
-            target = f"static_cast<void (*){types}>(&{target})"
     if not candidates:
         raise CompileError(f"{source.location(node.start_byte)}: error: '{plain}' is not a kernel function")
-    expression = target if target.startswith("static_cast") else f"&{target}"
+    # Qualified: the standard library may have functions of the same name.
+    expression = f"&::{candidates[-1].qualified_name}{arguments}"
+    if not arguments:
+        types = source.of(function.child_by_field_name("parameters")).decode()
+        expression = f"static_cast<void (*){types}>({expression})"
     _add(offer, host_name, expression, candidates[-1], max_threads)
 
 
-def _has_template_arguments(node: Node) -> bool:
-    return node.type == "template_function" or any(_has_template_arguments(c) for c in node.named_children)
-
-
-def _last_name(source: Source, node: Node) -> str:
+def _template_name(source: Source, node: Node) -> tuple[str, str]:
+    """Name without scopes, and template arguments if there are any."""
+    arguments = ""
     while (inner := node.child_by_field_name("name")) is not None:
+        if node.type == "template_function":
+            arguments = source.of(node.child_by_field_name("arguments")).decode()
         node = inner
-    return source.of(node).decode()
+    return source.of(node).decode(), arguments
 
 
 def _function_declarator(node: Node) -> Node | None:

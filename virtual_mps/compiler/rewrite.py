@@ -123,24 +123,32 @@ def _is_variable(declarator: Node) -> bool:
 
 def _threadgroup_variable(source: Source, node: Node, declarators: list[Node], number: int, edits: Edits) -> None:
     """`threadgroup float a[32], b;` becomes references: see vmps::threadgroup_variable."""
-    kind = b" ".join(
-        source.of(c)
-        for c in node.children
-        if c.end_byte <= declarators[0].start_byte
-        and c not in source.address_space_qualifiers(node)
-        and not c.type.startswith("attribute")
-    )
-    text = b""
+    kind, alignment, text = b"", b"", b""
+    dropped = source.address_space_qualifiers(node)
+    for part in node.children[: node.children.index(declarators[0])]:
+        if (wanted := _alignment(source, part)) is not None:
+            alignment = b", " + wanted
+        elif part not in dropped and part.type != "attribute_declaration":
+            kind += source.of(part) + b" "
     for i, declarator in enumerate(declarators):
         name = declarator
         while name.type == "array_declarator":
             name = name.child_by_field_name("declarator")
         extents = source.text[name.end_byte : declarator.end_byte]
         alias, identity = b"vmps_type_%d_%d" % (number, i), number << 8 | i
-        text += b"using %s = %s %s; threadgroup %s& %s = vmps::threadgroup_variable<%d, %s>::get(); " % (
-            alias, kind, extents, alias, source.of(name), identity, alias
+        place = b"vmps::threadgroup_variable<%d, %s%s>" % (identity, alias, alignment)
+        text += b"using %s = %s%s; threadgroup %s& %s = %s::get(); " % (
+            alias, kind, extents, alias, source.of(name), place
         )  # fmt: skip
     edits.replace(node.start_byte, node.end_byte, text)
+
+
+def _alignment(source: Source, qualifier: Node) -> bytes | None:
+    """The number of bytes that alignas(...) asks for, as an expression."""
+    if qualifier.named_child_count == 0 or qualifier.named_children[0].type != "alignas_qualifier":
+        return None
+    argument = qualifier.named_children[0].named_children[0]
+    return (b"alignof(%s)" if argument.type == "type_descriptor" else b"%s") % source.of(argument)
 
 
 def _array_parameter(source: Source, node: Node, edits: Edits) -> None:
@@ -179,7 +187,7 @@ def _member_qualifiers(source: Source, declarators: list[Node], edits: Edits) ->
 
 
 def _member(declarator: Node) -> Node | None:
-    """The declaration, with its template header, of the member function that this declares; None if it declares none."""
+    """The declaration, with its template header, of the member function that this declares, if it does."""
     node = declarator
     while node.parent is not None and node.parent.type not in ("compound_statement", "parameter_list"):
         if node.parent.type == "field_declaration_list":

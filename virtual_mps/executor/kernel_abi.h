@@ -50,9 +50,10 @@ struct vmps_threadgroup {
 };
 
 // Returns the lanes whose simdgroup function the caller has to carry out, or 0 once another lane has done so.
-// Both wait until all lanes arrive, so the compiler must not move or duplicate them across lane-dependent branches.
-unsigned vmps_wait_simdgroup(vmps_lane*) __attribute__((convergent));
-void vmps_wait_threadgroup(vmps_lane*) __attribute__((convergent));
+// Lanes are told apart by the call they wait in, so the compiler must neither move or copy it across lane-dependent
+// branches (convergent) nor make one call of two (nomerge).
+unsigned vmps_wait_simdgroup(vmps_lane*) __attribute__((convergent, nomerge));
+void vmps_wait_threadgroup(vmps_lane*) __attribute__((convergent, nomerge));
 // d = a b + c on row-major 8x8 matrices; d may be c.
 void vmps_multiply_accumulate_8x8(float* d, const float* a, const float* b, const float* c);
 

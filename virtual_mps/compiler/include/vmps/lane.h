@@ -16,9 +16,9 @@ VMPS_INLINE vmps_lane*& self() {
 // Gives a threadgroup variable its place at link time. Nothing is stored in `place`: its offset in the section is the
 // variable's offset in the memory of each threadgroup. Variables of branches that function constants rule out vanish
 // with them, as on the GPU.
-template <int Id, class T>
+template <int Id, class T, ulong Alignment = alignof(T)>
 struct threadgroup_variable {
-  alignas(T) __attribute__((section("vmps_threadgroup"))) static inline char place[sizeof(T)] = {};
+  alignas(T) alignas(Alignment) __attribute__((section("vmps_threadgroup"))) static inline char place[sizeof(T)] = {};
   static VMPS_INLINE threadgroup T& get() {
     return *(threadgroup T*)(self()->group->memory + (place - __start_vmps_threadgroup));
   }
