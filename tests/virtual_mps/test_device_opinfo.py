@@ -1,5 +1,7 @@
 """A fixed sample of PyTorch's own operator tests: forward and backward on the device against the CPU."""
 
+import itertools
+
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -19,7 +21,7 @@ nn.functional.avg_pool2d nn.functional.layer_norm nn.functional.rms_norm nn.func
 nn.functional.batch_norm nn.functional.gelu nn.functional.silu nn.functional.softplus nn.functional.cross_entropy
 nn.functional.mse_loss nn.functional.nll_loss nn.functional.embedding nn.functional.interpolate nn.functional.pad
 nn.functional.scaled_dot_product_attention nn.functional.one_hot clone contiguous resize_ fill zero_ arange linspace
-full ones_like new_zeros to item
+full ones_like new_zeros item
 """.split()
 
 SAMPLES_EACH = 4
@@ -38,7 +40,9 @@ CASES = [
     for name in SAMPLE
     for op in BY_NAME.get(name, [])
     for dtype in (torch.float32, torch.int64, torch.bool)
-    if dtype in op.dtypes and (dtype == torch.float32 or torch.float32 not in op.dtypes)
+    if op.variant_test_name != "with_dtype"  # which asks for float64
+    and dtype in op.dtypes
+    and (dtype == torch.float32 or torch.float32 not in op.dtypes)
 ]
 
 
@@ -54,12 +58,19 @@ def _to_device(value):
     return value
 
 
+def _comparable(sample) -> bool:
+    """Not those that ask for float64, which the device refuses, or that draw random numbers."""
+    dtypes = [getattr(leaf, "dtype", leaf) for leaf in tree_leaves((sample.input, sample.args, sample.kwargs))]
+    return torch.float64 not in dtypes and not sample.kwargs.get("dropout_p")
+
+
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_against_the_cpu(op, dtype):
     gradients = op.supports_autograd and dtype.is_floating_point
-    samples = list(zip(range(SAMPLES_EACH), op.sample_inputs("cpu", dtype, requires_grad=gradients), strict=False))
-    assert samples
-    for _, sample in samples:
+    samples = filter(_comparable, op.sample_inputs("cpu", dtype, requires_grad=gradients))
+    compared = 0
+    for sample in itertools.islice(samples, SAMPLES_EACH):
+        compared += 1
         on_device = tree_map(_to_device, (sample.input, sample.args, sample.kwargs))
         expected = op(sample.input, *sample.args, **sample.kwargs)
         result = op(on_device[0], *on_device[1], **on_device[2])
@@ -81,6 +92,7 @@ def test_against_the_cpu(op, dtype):
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a.cpu(), b, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert compared
 
 
 def _wants_grad(value) -> bool:

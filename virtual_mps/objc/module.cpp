@@ -93,9 +93,10 @@ void adapt(ProtocolList* list) {
 
 long superclass_size(const Class* cls, SymbolTable* symbols);
 
-// A negative instance size is clang's way to say "relative to the superclass": libobjc wants it absolute.
+// Clang gives the instance size relative to the superclass, as a number that is negative or, for a class without variables of
+// its own, zero. libobjc wants it absolute.
 void lay_out(Class* cls, SymbolTable* symbols) {
-  if (cls->instance_size >= 0) return;
+  if (cls->instance_size > 0) return;
   const long start = (superclass_size(cls, symbols) + 7) & ~7L;
   cls->instance_size = start - cls->instance_size;
   for (int i = 0; cls->ivars && i < cls->ivars->count; i++) {
