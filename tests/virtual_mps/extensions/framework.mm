@@ -47,7 +47,7 @@ kernel void positions(device uint* out [[buffer(0)]], constant uint& width [[buf
                       uint2 p [[thread_position_in_grid]], uint2 group [[threadgroup_position_in_grid]]) {
   out[p.y * width + p.x] = p.x + 100 * p.y + 10000 * group.x;
 }
-kernel void small [[max_total_threads_per_threadgroup(64)]] (device float* x [[buffer(0)]]) {}
+[[max_total_threads_per_threadgroup(64)]] kernel void small(device float* x [[buffer(0)]]) {}
 )metal";
 
 id<MTLLibrary> library() {
