@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from virtual_mps.executor import Library
+from virtual_mps.executor import Library, MetalError
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 
@@ -169,7 +169,6 @@ FLOAT_EXPRESSIONS = [
     ("float(numeric_limits<short>::lowest())", -32768.0),
     ("float(numeric_limits<uint>::max() == UINT_MAX) + float(numeric_limits<bool>::max())", 2.0),
     ("M_PI_F - float(M_PI_H)", math.pi - float(np.float16(math.pi))),
-    ("exp(1)", math.e),
 ]
 INTEGER_EXPRESSIONS = [  # of long
     ("popcount(0xF0F0u)", 8),
@@ -260,3 +259,29 @@ def test_safe_math_unless_asked():
     Library(source, fast_math=True).kernel("k")(x, fast, threads=(1,))
     np.testing.assert_array_equal(safe, [1, 0, np.nan])
     assert fast[1] == 1  # reassociated: the option reaches the compiler
+
+
+@pytest.mark.parametrize("expression", ["max(1, 2.0f)", "min(x[0], 1.0h)", "exp(1)", "clamp(x[0], 0, 1)"])
+def test_mixed_arguments_are_ambiguous(expression):
+    with pytest.raises(MetalError, match="ambiguous"):
+        Library(f"{HEADER}\nkernel void k(device float* x [[buffer(0)]]) {{ x[0] = {expression}; }}")
+
+
+def test_a_template_of_the_same_name_loses_against_the_library():
+    run = Library(f"""{HEADER}
+    namespace other {{ template <typename T, typename U> float pow(T, U) {{ return -1; }} }}
+    using namespace other;
+    kernel void k(device float* y [[buffer(0)]]) {{ y[0] = pow(2.0f, 3.0f); y[1] = pow(2.0f, 3); }}""").kernel("k")
+    y = np.zeros(2, np.float32)
+    run(y, threads=(1,))
+    np.testing.assert_array_equal(y, [8, -1])
+
+
+def test_sources_may_bring_overloads_for_bfloat():
+    run = Library(f"""{HEADER}
+    namespace metal {{ inline bfloat exp(bfloat) {{ return bfloat(-1.0f); }} }}
+    kernel void k(device float* y [[buffer(0)]]) {{ y[0] = float(exp(bfloat(1.0f))); y[1] = float(log(bfloat(1.0f))); }}
+    """).kernel("k")
+    y = np.ones(2, np.float32)
+    run(y, threads=(1,))
+    np.testing.assert_array_equal(y, [-1, 0])

@@ -34,17 +34,6 @@ concept integer = __is_integral(T);
 template <class T>
 concept scalar = floating<T> || integer<T>;
 
-template <class A, class B>
-struct common_type {
-  using type = decltype(A() + B());
-};
-template <class A>
-struct common_type<A, A> {
-  using type = A;
-};
-template <class A, class B>
-using common = typename common_type<A, B>::type;
-
 // The compiler writes `c ? a : b` as `c ? vmps::value(a) : vmps::value(b)`: C++ does not find the common type of class
 // operands (vectors, structs) that lie in different address spaces.
 template <class T>

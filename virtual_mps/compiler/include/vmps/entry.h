@@ -143,12 +143,16 @@ VMPS_INLINE void run(void (*function)(A...), const parameter* parameters, vmps_t
 // Written by the compiler into the assembly, once it is known what the optimiser left.
 extern "C" const unsigned vmps_kernel_waits __attribute__((visibility("hidden")));
 
-#define VMPS_KERNEL(max_threads, ...)                                                                        \
-  static void vmps_run(vmps_threadgroup* group, unsigned first, unsigned end) {                              \
-    vmps::run(__VA_ARGS__, vmps_parameters, group, first, end);                                              \
-  }                                                                                                          \
-  extern "C" __attribute__((visibility("default"))) const vmps_image vmps_kernel_image = {                   \
-      VMPS_ABI_VERSION,         vmps_run,                                                                    \
-      __start_vmps_threadgroup, __stop_vmps_threadgroup,                                                     \
-      vmps_image_parameters,    sizeof vmps_image_parameters / sizeof(vmps_image_parameter),                 \
-      max_threads,              &vmps_kernel_waits};
+#define VMPS_KERNEL(max_threads, ...)                                                                \
+  static void vmps_run(vmps_threadgroup* group, unsigned first, unsigned end) {                      \
+    vmps::run(__VA_ARGS__, vmps_parameters, group, first, end);                                      \
+  }                                                                                                  \
+  extern "C" __attribute__((visibility("default")))                                                  \
+  const vmps_image vmps_kernel_image = {VMPS_ABI_VERSION,                                            \
+                                        vmps_run,                                                    \
+                                        __start_vmps_threadgroup,                                    \
+                                        __stop_vmps_threadgroup,                                     \
+                                        vmps_image_parameters,                                       \
+                                        sizeof vmps_image_parameters / sizeof(vmps_image_parameter), \
+                                        max_threads,                                                 \
+                                        &vmps_kernel_waits};

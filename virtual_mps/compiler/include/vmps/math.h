@@ -27,25 +27,28 @@ namespace precise {
 }
 
 // ---- relational -----------------------------------------------------------------------------------------------------
-#define VMPS_PREDICATE(name, ...)                  \
-  template <vmps::floating T>                      \
-  VMPS_INLINE bool name(T value) {                 \
-    float x = float(value);                        \
-    return __VA_ARGS__;                            \
-  }                                                \
-  template <vmps::floating T, int N>               \
-  VMPS_INLINE vec<bool, N> name(vec<T, N> v) {     \
-    vec<bool, N> r;                                \
-    for (int i = 0; i < N; i++) r[i] = name(v[i]); \
-    return r;                                      \
+#define VMPS_PREDICATE(name, ...)                        \
+  VMPS_INLINE bool name(float x) { return __VA_ARGS__; } \
+  VMPS_INLINE bool name(half x) { return __VA_ARGS__; }  \
+  template <vmps::same<bfloat> T>                        \
+  VMPS_INLINE bool name(T x) {                           \
+    return __VA_ARGS__;                                  \
+  }                                                      \
+  template <vmps::floating T, int N>                     \
+  VMPS_INLINE vec<bool, N> name(vec<T, N> v) {           \
+    vec<bool, N> r;                                      \
+    for (int i = 0; i < N; i++) r[i] = name(v[i]);       \
+    return r;                                            \
   }
-VMPS_PREDICATE(isnan, __builtin_isnan(x))
-VMPS_PREDICATE(isinf, __builtin_isinf(x))
-VMPS_PREDICATE(isfinite, __builtin_isfinite(x))
-VMPS_PREDICATE(isnormal, __builtin_fabsf(x) >= float(numeric_limits<T>::min()) && __builtin_isfinite(x))
-VMPS_PREDICATE(signbit, __builtin_signbit(x))
+VMPS_PREDICATE(isnan, __builtin_isnan(float(x)))
+VMPS_PREDICATE(isinf, __builtin_isinf(float(x)))
+VMPS_PREDICATE(isfinite, __builtin_isfinite(float(x)))
+VMPS_PREDICATE(isnormal, __builtin_fabsf(float(x)) >= float(numeric_limits<decltype(x)>::min()) && isfinite(x))
+VMPS_PREDICATE(signbit, __builtin_signbit(float(x)))
 #undef VMPS_PREDICATE
-template <vmps::floating T>
+VMPS_INLINE bool isunordered(float a, float b) { return isnan(a) || isnan(b); }
+VMPS_INLINE bool isunordered(half a, half b) { return isnan(a) || isnan(b); }
+template <vmps::same<bfloat> T>
 VMPS_INLINE bool isunordered(T a, T b) {
   return isnan(a) || isnan(b);
 }

@@ -76,10 +76,10 @@ struct components {
 #define VMPS_FROM_2(a, p, q) VMPS_PAIRS(2, a, p, q) VMPS_LONG_2(a, p, p, q) VMPS_LONG_2(a, q, p, q)
 #define VMPS_FROM_3(a, p, q, r) \
   VMPS_PAIRS(3, a, p, q, r) VMPS_LONG_3(a, p, p, q, r) VMPS_LONG_3(a, q, p, q, r) VMPS_LONG_3(a, r, p, q, r)
-#define VMPS_FROM_4(a, p, q, r, s)                                                          \
-  VMPS_PAIRS(4, a, p, q, r, s)                                                              \
-  VMPS_LONG_4(a, p, p, q, r, s) VMPS_LONG_4(a, q, p, q, r, s) VMPS_LONG_4(a, r, p, q, r, s) \
-      VMPS_LONG_4(a, s, p, q, r, s)
+#define VMPS_FROM_4(a, p, q, r, s) \
+  VMPS_PAIRS(4, a, p, q, r, s)     \
+  VMPS_LONG_4(a, p, p, q, r, s)    \
+  VMPS_LONG_4(a, q, p, q, r, s) VMPS_LONG_4(a, r, p, q, r, s) VMPS_LONG_4(a, s, p, q, r, s)
 #define VMPS_ALL_2(p, q) VMPS_FROM_2(p, p, q) VMPS_FROM_2(q, p, q)
 #define VMPS_ALL_3(p, q, r) VMPS_FROM_3(p, p, q, r) VMPS_FROM_3(q, p, q, r) VMPS_FROM_3(r, p, q, r)
 #define VMPS_ALL_4(p, q, r, s) \

@@ -8,7 +8,7 @@ template <class T, int N>
 struct vec;
 template <class T, int N>
 struct packed_vec;
-}
+}  // namespace metal
 
 namespace vmps {
 template <class T>
@@ -17,6 +17,13 @@ template <class T, int N>
 inline constexpr int width<metal::vec<T, N>> = N;
 template <class T, int N>
 inline constexpr int width<metal::packed_vec<T, N>> = N;
+
+template <class T>
+inline constexpr bool is_vector = false;
+template <class T, int N>
+inline constexpr bool is_vector<metal::vec<T, N>> = true;
+template <class T>
+concept vector = is_vector<T>;
 }  // namespace vmps
 
 namespace metal {
