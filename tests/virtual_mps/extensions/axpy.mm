@@ -126,7 +126,16 @@ static double first_through_own_queue(const at::Tensor& x, at::Tensor y, double 
   }
 }
 
+// A mistake: ATen ops wait for the queue that the block occupies.
+static void stock_op_inside_block(at::Tensor x) {
+  auto* stream = at::mps::getCurrentMPSStream();
+  dispatch_sync(stream->queue(), ^{
+    x.mul_(2);
+  });
+}
+
 TORCH_LIBRARY(axpy, m) {
+  m.def("stock_op_inside_block(Tensor(a!) x) -> ()", [](at::Tensor x) { stock_op_inside_block(x); });
   m.def("stream(Tensor x, Tensor(a!) y, float a) -> ()", &axpy_stream);
   m.def("command_buffer(Tensor x, Tensor(a!) y, float a) -> ()", &axpy_command_buffer);
   m.def("set_args(Tensor x, Tensor(a!) y, float a) -> ()", &axpy_set_args);
