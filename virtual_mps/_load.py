@@ -50,6 +50,9 @@ def _complete_torch(torch: ModuleType, native: ModuleType) -> None:
             setattr(torch._C, name, getattr(native, name))
     for name in ("_mps_isCaptureEnabled", "_mps_isCapturing"):
         setattr(torch._C, name, lambda: False)
+    for function in vars(torch.backends.mps).values():  # answers that were given before the device came
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
     plain_new = torch.UntypedStorage.__new__
 
