@@ -3,9 +3,9 @@
     import virtual_mps
     virtual_mps.activate()
 
-makes `torch.device("mps")` work: stock ops run on the CPU, on the tensors' own memory, and Metal kernels, from Objective-C++
-extensions or `torch.mps.compile_shader`, run through the shader compiler of this package. `VIRTUAL_MPS=1` in the environment
-does the same when the package is installed: PyTorch then loads it at import.
+makes `torch.device("mps")` work: stock ops run on the CPU, on the tensors' own memory, and Metal kernels, from
+Objective-C++ extensions or `torch.mps.compile_shader`, run through the shader compiler of this package. `VIRTUAL_MPS=1`
+in the environment does the same when the package is installed: PyTorch then loads it at import.
 
 It proves what code means, not how fast it is on Apple hardware.
 """

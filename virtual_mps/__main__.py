@@ -1,8 +1,8 @@
 """Command line of virtual_mps.
 
-    python -m virtual_mps build             builds the native half now instead of on first use
-    python -m virtual_mps run SCRIPT ...    runs a script that was written for a Mac: the device is active, PyTorch's
-                                            cpp_extension takes .mm sources, and xcrun is on PATH
+python -m virtual_mps build             builds the native half now instead of on first use
+python -m virtual_mps run SCRIPT ...    runs a script that was written for a Mac: the device is active, PyTorch's
+                                        cpp_extension takes .mm sources, and xcrun is on PATH
 """
 
 import argparse

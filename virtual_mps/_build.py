@@ -25,8 +25,8 @@ from .compiler import cache
 PACKAGE = Path(__file__).resolve().parent
 OUR_HEADERS = PACKAGE / "include"
 
-# The oldest of clang's runtimes with ARC, object subscripting and private instance variables; objc/module.cpp adapts what
-# it emits to GCC's libobjc.
+# The oldest of clang's runtimes with ARC, object subscripting and private instance variables; objc/module.cpp adapts
+# what it emits to GCC's libobjc.
 OBJC_FLAGS = [
     "-fobjc-runtime=gnustep-1.9",
     "-Xclang",

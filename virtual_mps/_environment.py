@@ -15,7 +15,8 @@ GNUSTEP_HEADERS = Path("/usr/include/GNUstep")
 def check_platform() -> None:
     if sys.platform != "linux":
         raise EnvironmentProblem(
-            f"virtual_mps stands in for Apple's frameworks on Linux; this is {sys.platform}. On a Mac use the real mps device."
+            f"virtual_mps stands in for Apple's frameworks on Linux; this is {sys.platform}. "
+            "On a Mac use the real mps device."
         )
 
 

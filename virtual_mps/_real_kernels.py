@@ -4,8 +4,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-# Registered by hand in PyTorch's Objective-C++ sources (TORCH_LIBRARY_IMPL(aten, MPS, m)), so native_functions.yaml does
-# not know of them.
+# Registered by hand in PyTorch's Objective-C++ sources (TORCH_LIBRARY_IMPL(aten, MPS, m)), so native_functions.yaml
+# does not know of them.
 REGISTERED_BY_HAND = (
     "_slow_conv2d_forward",
     "col2im",

@@ -2,8 +2,8 @@
 
     from virtual_mps.cpp_extension import BuildExtension, load, load_inline
 
-Compiler and linker flags may be those for a Mac: frameworks and deployment targets are left out. The library that results is
-linked to nothing of this package, so it loads only where the device is active.
+Compiler and linker flags may be those for a Mac: frameworks and deployment targets are left out. The library that
+results is linked to nothing of this package, so it loads only where the device is active.
 """
 
 import contextlib

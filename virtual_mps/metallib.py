@@ -1,7 +1,7 @@
-"""The command-line tools `xcrun metal` and `xcrun metallib`: from .metal files to a library that newLibraryWithURL loads.
+"""The tools `xcrun metal` and `xcrun metallib`: from .metal files to a library that newLibraryWithURL loads.
 
 `virtual_mps/bin/xcrun` runs this; with that folder on PATH a build that calls Apple's tools works unchanged. A library
-made here holds preprocessed source, and compiles when a kernel is first asked for. Its layout is read by metal/library.mm.
+made here holds preprocessed source, and compiles when a kernel is first asked for; metal/library.mm reads it.
 """
 
 import os
@@ -16,8 +16,11 @@ BIN = Path(__file__).resolve().parent / "bin"
 _MAGIC = b"virtual_mps metallib 1\n"
 _VERSION = "Apple metal version 32023.619 (metalfe-32023.619) [virtual_mps]"
 # Standards that Apple's compiler takes, as the --language number of the shader compiler.
-_STANDARDS = {f"{prefix}{major}.{minor}": major * 100 + minor for prefix in ("metal", "macos-metal") for major, minor in
-              ((2, 4), (3, 0), (3, 1), (3, 2))}
+_STANDARDS = {
+    f"{prefix}{major}.{minor}": major * 100 + minor
+    for prefix in ("metal", "macos-metal")
+    for major, minor in ((2, 4), (3, 0), (3, 1), (3, 2))
+}
 _FLAGS_WITH_VALUE = ("-o", "-I", "-D", "-isysroot", "-target", "-MF", "-x", "-include")
 
 
@@ -57,7 +60,9 @@ def metal(arguments: list[str]) -> None:
         raise CompileError("error: no input files")
     texts = [preprocess(Path(file), values["-D"], values["-I"], language, fast_math) for file in files]
     compile_only = any(flag == "-c" for flag, _ in options)
-    output = Path(values["-o"][-1] if values["-o"] else Path(files[0]).stem + ".air" if compile_only else "default.metallib")
+    output = Path(
+        values["-o"][-1] if values["-o"] else Path(files[0]).stem + ".air" if compile_only else "default.metallib"
+    )
     if compile_only:
         _write(output, "".join(texts).encode())
     else:
@@ -91,8 +96,10 @@ def xcrun(arguments: list[str]) -> int:
             rest.pop(0)
     tools = {"metal": metal, "metallib": metallib}
     if not rest or rest[0] not in tools:
-        print(f"xcrun: error: unable to find utility \"{rest[0] if rest else ''}\" (virtual_mps has {', '.join(tools)})",
-              file=sys.stderr)
+        print(
+            f'xcrun: error: unable to find utility "{rest[0] if rest else ""}" (virtual_mps has {", ".join(tools)})',
+            file=sys.stderr,
+        )
         return 72
     if find:
         print(BIN / "xcrun")

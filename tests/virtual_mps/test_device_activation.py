@@ -115,7 +115,9 @@ def test_unsupported_pytorch(monkeypatch, version):
     from virtual_mps import EnvironmentProblem, _environment
 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(EnvironmentProblem, match=r"supports PyTorch 2\.12 to 2\.15, and .* pip install 'torch>=2\.12,<2\.16'"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"supports PyTorch 2\.12 to 2\.15, and .* pip install 'torch>=2\.12,<2\.16'"
+    ):
         _environment.check_torch()
 
 
@@ -152,7 +154,16 @@ def test_a_failing_build_names_the_package_to_install(tmp_path):
     source = tmp_path / "a.cpp"
     source.write_text("int main() {}\n")
     with pytest.raises(EnvironmentProblem, match="apt install libgnustep-base-dev") as error:
-        _build._run([_build._environment.clang(), str(source), "-o", str(tmp_path / "a"), "-L/nonexistent", "-lgnustep-baseless"])
+        _build._run(
+            [
+                _build._environment.clang(),
+                str(source),
+                "-o",
+                str(tmp_path / "a"),
+                "-L/nonexistent",
+                "-lgnustep-baseless",
+            ]
+        )
     assert "-lgnustep-baseless" in str(error.value)
 
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 pytestmark = pytest.mark.usefixtures("mps")
 
+# Names as one text: a list literal of them would be a page long.
 SAMPLE = """
 add sub mul div pow remainder clamp where lerp addcmul sign exp log1p sqrt rsqrt sigmoid tanh erf logaddexp
 eq lt logical_and isnan bitwise_xor
@@ -22,7 +23,7 @@ nn.functional.batch_norm nn.functional.gelu nn.functional.silu nn.functional.sof
 nn.functional.mse_loss nn.functional.nll_loss nn.functional.embedding nn.functional.interpolate nn.functional.pad
 nn.functional.scaled_dot_product_attention nn.functional.one_hot clone contiguous resize_ fill zero_ arange linspace
 full ones_like new_zeros item
-""".split()
+""".split()  # noqa: SIM905
 
 SAMPLES_EACH = 4
 BY_NAME: dict[str, list] = {}

@@ -182,7 +182,9 @@ def test_devices_do_not_mix():
     assert (torch.ones(2, device="mps") * torch.tensor(3.0)).tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
 def test_copies(dtype):
     host = (torch.randn(3, 4) * 3).to(dtype)
     device = host.to("mps", non_blocking=True)
@@ -211,7 +213,9 @@ def test_save_load_pickle_deepcopy():
     torch.save({"state": module.state_dict(), "view": torch.arange(9.0, device="mps")[2:5]}, file)
     file.seek(0)
     loaded = torch.load(file)
-    assert loaded["state"]["weight"].is_mps and torch.equal(loaded["state"]["weight"].cpu(), module.weight.detach().cpu())
+    assert loaded["state"]["weight"].is_mps and torch.equal(
+        loaded["state"]["weight"].cpu(), module.weight.detach().cpu()
+    )
     assert loaded["view"].tolist() == [2, 3, 4] and loaded["view"].storage_offset() == 2
     file.seek(0)
     assert torch.load(file, map_location="cpu")["view"].device.type == "cpu"
@@ -322,7 +326,9 @@ def test_strict_mode_refuses_what_a_mac_refuses(mps):
     x = torch.eye(3, device="mps")
     assert torch.linalg.eigvals(x).is_mps  # has no MPS kernel; served by the CPU otherwise
     with mps.mode(strict=True):
-        with pytest.raises(NotImplementedError, match="The operator 'aten::_linalg_eigvals' is not currently implemented for the MPS"):
+        with pytest.raises(
+            NotImplementedError, match="The operator 'aten::_linalg_eigvals' is not currently implemented for the MPS"
+        ):
             torch.linalg.eigvals(x)
         w = torch.randn(3, 3, device="mps", requires_grad=True)
         torch.nn.functional.layer_norm(torch.nn.functional.linear(x, w), (3,)).softmax(-1).sum().backward()

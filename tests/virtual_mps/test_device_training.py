@@ -59,7 +59,9 @@ def test_attention_against_float64(kind, requires_grad):
         "gqa": {"enable_gqa": True},
     }[kind]
     on_device = {
-        name: value.to("mps", torch.bool if value.dtype == torch.bool else torch.float32) if torch.is_tensor(value) else value
+        name: value.to("mps", torch.bool if value.dtype == torch.bool else torch.float32)
+        if torch.is_tensor(value)
+        else value
         for name, value in kwargs.items()
     }
     a = q.clone().requires_grad_(requires_grad)
@@ -151,7 +153,9 @@ def test_data_loader(workers):
     from torch.utils.data import DataLoader, TensorDataset
 
     data = TensorDataset(torch.arange(8.0))
-    batches = [batch.to("mps", non_blocking=True) for (batch,) in DataLoader(data, 4, pin_memory=True, num_workers=workers)]
+    batches = [
+        batch.to("mps", non_blocking=True) for (batch,) in DataLoader(data, 4, pin_memory=True, num_workers=workers)
+    ]
     assert sum(batch.sum().item() for batch in batches) == 28
 
 

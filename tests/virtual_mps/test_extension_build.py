@@ -94,7 +94,9 @@ def test_a_source_that_does_not_compile(mps, tmp_path):
     from virtual_mps.cpp_extension import load
 
     source = tmp_path / "broken.mm"
-    source.write_text("#import <Metal/Metal.h>\nvoid f(id<MTLDevice> d) { [d newTextureWithDescriptor:nil]; }\nint x = y;\n")
+    source.write_text(
+        "#import <Metal/Metal.h>\nvoid f(id<MTLDevice> d) { [d newTextureWithDescriptor:nil]; }\nint x = y;\n"
+    )
     with pytest.raises(RuntimeError, match="Error building extension 'broken'"):
         load("broken", [str(source)], build_directory=str(tmp_path), is_python_module=False)
 

@@ -30,8 +30,8 @@ def test_way(mps, axpy, validation, way, deferred):
 @pytest.mark.parametrize("deferred", [False, True], ids=["immediate", "deferred"])
 def test_compile_shader(mps, validation, deferred):
     library = torch.mps.compile_shader(
-        "kernel void axpy(device float* y, device const float* x, constant float& a, uint i [[thread_position_in_grid]])"
-        " { y[i] += a * x[i]; }"
+        "kernel void axpy(device float* y, device const float* x, constant float& a,"
+        " uint i [[thread_position_in_grid]]) { y[i] += a * x[i]; }"
     )
     with mps.mode(deferred=deferred):
         x, y = torch.arange(10.0, device="mps"), torch.ones(20, device="mps")

@@ -108,10 +108,21 @@ def test_metallib(framework, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.metal").write_text(
             '#include <metal_stdlib>\n#include "factor.h"\nusing namespace metal;\n'
-            f"kernel void {name}(device float* x, uint i [[thread_position_in_grid]]) {{ x[i] = x[i] * FACTOR + EXTRA; }}\n"
+            f"kernel void {name}(device float* x, uint i [[thread_position_in_grid]])"
+            " { x[i] = x[i] * FACTOR + EXTRA; }\n"
         )
         air = tmp_path / f"{name}.air"
-        _xcrun("-sdk", "macosx", "metal", "-std=metal3.1", f"-DEXTRA={len(name)}", "-c", tmp_path / f"{name}.metal", "-o", air)
+        _xcrun(
+            "-sdk",
+            "macosx",
+            "metal",
+            "-std=metal3.1",
+            f"-DEXTRA={len(name)}",
+            "-c",
+            tmp_path / f"{name}.metal",
+            "-o",
+            air,
+        )
     library = tmp_path / "both.metallib"
     _xcrun("--sdk", "macosx", "metallib", tmp_path / "a.air", tmp_path / "b.air", "-o", library)
     assert framework.load_metallib(str(library), "a") == [6, 11]

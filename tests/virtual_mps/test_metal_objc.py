@@ -33,7 +33,10 @@ def test_scene(objc, capfd, name, expected):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("unrecognised_selector", "NSInvalidArgumentException.*lowercaseString"), ("array_out_of_bounds", "NSRangeException")],
+    [
+        ("unrecognised_selector", "NSInvalidArgumentException.*lowercaseString"),
+        ("array_out_of_bounds", "NSRangeException"),
+    ],
 )
 def test_uncaught_objective_c_exceptions_reach_python(objc, name, message):
     with pytest.raises(RuntimeError, match=re.compile(message, re.DOTALL)):

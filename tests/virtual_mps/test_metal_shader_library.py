@@ -117,7 +117,9 @@ def test_wrong_calls(library, kind, message, call):
 
 def test_a_shader_that_does_not_compile():
     with pytest.raises(RuntimeError, match=r"program_source:2:\d+.*nonsense"):
-        library = torch.mps.compile_shader("#include <metal_stdlib>\nkernel void f(device float* x) { x[0] = nonsense; }")
+        library = torch.mps.compile_shader(
+            "#include <metal_stdlib>\nkernel void f(device float* x) { x[0] = nonsense; }"
+        )
         library.f(torch.zeros(1, device="mps"))
 
 

@@ -26,11 +26,22 @@ std::atomic<uint64_t> calls{0};
 
 // Ops whose real MPS kernels take CPU tensors next to MPS ones.
 const Names& mixed_device_ops() {
-  static const auto* names = new Names{
-      "aten::copy_",          "aten::_copy_from",      "aten::_copy_from_and_resize", "aten::_foreach_copy_",
-      "aten::index",          "aten::index_put",       "aten::index_put_",            "aten::_index_put_impl_",
-      "aten::_unsafe_index",  "aten::_unsafe_index_put", "aten::set_",                "aten::resize_as_",
-      "aten::_to_copy",       "aten::to",              "aten::_pack_padded_sequence", "aten::_pad_packed_sequence"};
+  static const auto* names = new Names{"aten::copy_",
+                                       "aten::_copy_from",
+                                       "aten::_copy_from_and_resize",
+                                       "aten::_foreach_copy_",
+                                       "aten::index",
+                                       "aten::index_put",
+                                       "aten::index_put_",
+                                       "aten::_index_put_impl_",
+                                       "aten::_unsafe_index",
+                                       "aten::_unsafe_index_put",
+                                       "aten::set_",
+                                       "aten::resize_as_",
+                                       "aten::_to_copy",
+                                       "aten::to",
+                                       "aten::_pack_padded_sequence",
+                                       "aten::_pad_packed_sequence"};
   return *names;
 }
 
@@ -141,7 +152,8 @@ class StockKernel final : public c10::OperatorKernel {
     TORCH_CHECK_NOT_IMPLEMENTED(
         real_ || !modes().strict, "The operator '", op.operator_name(),
         "' is not currently implemented for the MPS device. If you want this op to be considered for addition please "
-        "comment on https://github.com/pytorch/pytorch/issues/141287 and mention use-case, that resulted in missing op. "
+        "comment on https://github.com/pytorch/pytorch/issues/141287 and mention use-case, that resulted in missing "
+        "op. "
         "As a temporary fix, you can set the environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a "
         "fallback for this op. WARNING: this will be slower than running natively on MPS. (virtual_mps: strict mode; "
         "without it the op runs on the CPU.)");
@@ -184,7 +196,8 @@ void register_stock_ops(const std::vector<std::string>& real_kernels) {
     if (!full.overload_name.empty()) name += "." + full.overload_name;
     const bool is_real = real.count(name) || composites_to_run_whole().count(name);
     if (wants_kernel(*op, name))
-      library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<StockKernel>(*op, is_real)));
+      library->impl(name.c_str(),
+                    torch::CppFunction::makeFromBoxedFunctor(std::make_unique<StockKernel>(*op, is_real)));
   }
 }
 

@@ -5,8 +5,8 @@
 
 namespace vmps {
 
-// Gives every aten op that PyTorch's MPS backend could run a kernel on the MPS key: the CPU's, on the tensors' own memory.
-// `real_kernels` are the ops that have a kernel on a Mac; strict mode refuses the others.
+// Gives every aten op that PyTorch's MPS backend could run a kernel on the MPS key: the CPU's, on the tensors' own
+// memory. `real_kernels` are the ops that have a kernel on a Mac; strict mode refuses the others.
 void register_stock_ops(const std::vector<std::string>& real_kernels);
 
 uint64_t stock_op_calls();  // since the process started

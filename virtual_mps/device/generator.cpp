@@ -1,5 +1,5 @@
-// at::MPSGeneratorImpl, with the state layout of a Mac: seven words and the seed. Word 0 counts draws; words 1 to 4 are the
-// Philox block of that count, 5 and 6 the key.
+// at::MPSGeneratorImpl, with the state layout of a Mac: seven words and the seed. Word 0 counts draws; words 1 to 4 are
+// the Philox block of that count, 5 and 6 the key.
 #include "generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -88,8 +88,8 @@ void HostView::write_back() {
     const void* address = pair.host.data_ptr().get();
     if (address == pair.address && pair.host.nbytes() == pair.bytes) continue;
     if (address != pair.address) {
-      c10::Storage moved(c10::Storage::use_byte_size_t(), pair.host.nbytes(),
-                         std::move(pair.host.mutable_data_ptr()), nullptr, /*resizable=*/false);
+      c10::Storage moved(c10::Storage::use_byte_size_t(), pair.host.nbytes(), std::move(pair.host.mutable_data_ptr()),
+                         nullptr, /*resizable=*/false);
       pair.device.unsafeGetStorageImpl()->set_data_ptr_noswap(device_alias(moved));
     }
     pair.device.set_nbytes(pair.host.nbytes());

@@ -62,8 +62,8 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& destination) {
   return destination;
 }
 
-// The composite op asks a table of fused kernels that this build of PyTorch does not have for MPS. This takes the branch
-// that it takes on a Mac.
+// The composite op asks a table of fused kernels that this build of PyTorch does not have for MPS. This takes the
+// branch that it takes on a Mac.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                  double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
@@ -85,8 +85,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   if (!needs_grad && dropout_p == 0.0 && contiguous)
     return std::get<0>(at::_scaled_dot_product_attention_math_for_mps(query, key, value, mask, dropout_p, is_causal,
                                                                       std::nullopt, scale, enable_gqa));
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal,
-                                                            std::nullopt, scale, enable_gqa));
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, std::nullopt,
+                                                            scale, enable_gqa));
 }
 
 // CPU kernels for ops that only MPS has; the fallback finds them on the CPU key.
@@ -143,8 +143,7 @@ std::tuple<Tensor, Tensor> attention_on_cpu(const Tensor& query, const Tensor& k
 
 Tensor max_pool2d_backward_on_cpu(const Tensor& grad_output, const Tensor& input, IntArrayRef kernel,
                                   IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
-  const Tensor indices =
-      std::get<1>(at::max_pool2d_with_indices(input, kernel, stride, padding, dilation, ceil_mode));
+  const Tensor indices = std::get<1>(at::max_pool2d_with_indices(input, kernel, stride, padding, dilation, ceil_mode));
   return at::max_pool2d_with_indices_backward(grad_output, input, kernel, stride, padding, dilation, ceil_mode,
                                               indices);
 }

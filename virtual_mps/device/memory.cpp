@@ -56,9 +56,9 @@ std::string readable(size_t bytes) {
 void check_size(size_t bytes) {
   TORCH_CHECK(bytes <= max_buffer_length(), "Invalid buffer size: ", readable(bytes));
   const auto limit = static_cast<size_t>(fraction * static_cast<double>(recommended_memory()));
-  TORCH_CHECK(limit == 0 || allocated + bytes <= limit, "MPS backend out of memory (MPS allocated: ",
-              readable(allocated), ", other allocations: 0 bytes, max allowed: ", readable(limit),
-              "). Tried to allocate ", readable(bytes),
+  TORCH_CHECK(limit == 0 || allocated + bytes <= limit,
+              "MPS backend out of memory (MPS allocated: ", readable(allocated),
+              ", other allocations: 0 bytes, max allowed: ", readable(limit), "). Tried to allocate ", readable(bytes),
               " on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory "
               "allocations (may cause system failure).");
 }
@@ -111,9 +111,7 @@ class DeviceAllocator final : public at::mps::IMPSAllocator {
   size_t getCurrentAllocatedMemory() const { return allocated_bytes(); }
   size_t getDriverAllocatedMemory() const { return driver_bytes(); }
   size_t getRecommendedMaxMemory() const { return recommended_memory(); }
-  std::pair<const void*, uint32_t> getSharedBufferPtr(const void* buffer) const {
-    return {buffer_contents(buffer), 0};
-  }
+  std::pair<const void*, uint32_t> getSharedBufferPtr(const void* buffer) const { return {buffer_contents(buffer), 0}; }
   c10::Storage getHostAliasStorage(const c10::Storage& storage) const { return host_alias(storage); }
   bool recordEvents(c10::ArrayRef<const void*>) const { return true; }
   bool waitForEvents(c10::ArrayRef<const void*>) const { return true; }

@@ -178,8 +178,7 @@ PYBIND11_MODULE(_virtual_mps, m) {
   m.def("_mps_get_name", [] { return at::mps::MPSDevice::getInstance()->getName(); });
   m.def("_mps_get_core_count", [] { return at::mps::MPSDevice::getInstance()->getCoreCount(); });
   m.def("_mps_host_alias_storage", [](const py::object& storage) {
-    return py::reinterpret_steal<py::object>(
-        torch::createPyObject(host_alias(torch::createStorage(storage.ptr()))));
+    return py::reinterpret_steal<py::object>(torch::createPyObject(host_alias(torch::createStorage(storage.ptr()))));
   });
   m.def("register_stock_ops", &register_stock_ops);
   m.def("stock_op_calls", &stock_op_calls);

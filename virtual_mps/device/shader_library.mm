@@ -190,8 +190,7 @@ bool MetalShaderLibrary::hasFunction(const std::string& name) {
 
 PrecompiledMetalShaderLibrary::PrecompiledMetalShaderLibrary(std::vector<uint8_t> bytes) : MetalShaderLibrary("") {
   NSError* error = nil;
-  dispatch_data_t data =
-      dispatch_data_create(bytes.data(), bytes.size(), nullptr, DISPATCH_DATA_DESTRUCTOR_DEFAULT);
+  dispatch_data_t data = dispatch_data_create(bytes.data(), bytes.size(), nullptr, DISPATCH_DATA_DESTRUCTOR_DEFAULT);
   id<MTLLibrary> loaded = [device() newLibraryWithData:data error:&error];
   dispatch_release(data);
   library = checked(loaded, error);

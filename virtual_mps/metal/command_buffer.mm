@@ -1,4 +1,5 @@
-// Command queues and command buffers. Work runs on the thread that encodes it, or, in deferred mode, on the one that commits.
+// Command queues and command buffers. Work runs on the thread that encodes it, or, in deferred mode, on the one that
+// commits.
 #import "command_buffer.h"
 
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
@@ -76,8 +77,7 @@ id<MTLCommandQueue> vmps::new_command_queue() { return [VMPSCommandQueue new]; }
 @end
 
 @implementation VMPSCommandBuffer
-@synthesize label = name, commandQueue = queue, status = state, error = failure, GPUStartTime = start,
-            GPUEndTime = end;
+@synthesize label = name, commandQueue = queue, status = state, error = failure, GPUStartTime = start, GPUEndTime = end;
 - (instancetype)init {
   self = [super init];
   if (self) {
@@ -115,8 +115,7 @@ id<MTLCommandQueue> vmps::new_command_queue() { return [VMPSCommandQueue new]; }
 - (void)checkEncodable:(const char*)method {
   if (state >= MTLCommandBufferStatusCommitted)
     vmps::assertion_failed(method, "_status < MTLCommandBufferStatusCommitted: the command buffer was committed");
-  if (open_encoder)
-    vmps::assertion_failed(method, "A command encoder is already encoding to this command buffer");
+  if (open_encoder) vmps::assertion_failed(method, "A command encoder is already encoding to this command buffer");
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   return [self computeCommandEncoderWithDispatchType:MTLDispatchTypeSerial];
@@ -171,8 +170,7 @@ id<MTLCommandQueue> vmps::new_command_queue() { return [VMPSCommandQueue new]; }
 - (void)commit {
   if (state >= MTLCommandBufferStatusCommitted)
     vmps::assertion_failed("MTLCommandBuffer commit", "commit an already committed command buffer");
-  if (open_encoder)
-    vmps::assertion_failed("MTLCommandBuffer commit", "commit command buffer with uncommitted encoder");
+  if (open_encoder) vmps::assertion_failed("MTLCommandBuffer commit", "commit command buffer with uncommitted encoder");
   if (!broken->empty()) vmps::assertion_failed("MTLCommandBuffer commit", *broken);
   state = MTLCommandBufferStatusScheduled;
   for (auto handler : *scheduled_handlers) handler(self);

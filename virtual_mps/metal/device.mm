@@ -6,8 +6,8 @@
 #include <sstream>
 
 #import "buffer.h"
-#import "command_buffer.h"
 #include "buffer_c.h"
+#import "command_buffer.h"
 #include "device_limits.h"
 #include "dispatch.h"
 #import "library.h"
@@ -90,9 +90,7 @@ id<MTLBuffer> buffer_on(void* memory, NSUInteger length, MTLResourceOptions opti
   void* memory = std::calloc(1, length);
   return memory ? buffer_on(memory, length, options) : nil;
 }
-- (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer
-                             length:(NSUInteger)length
-                            options:(MTLResourceOptions)options {
+- (id<MTLBuffer>)newBufferWithBytes:(const void*)pointer length:(NSUInteger)length options:(MTLResourceOptions)options {
   id<MTLBuffer> buffer = [self newBufferWithLength:length options:options];
   if (buffer) std::memcpy(vmps::buffer_contents((const void*)buffer), pointer, length);
   return buffer;
@@ -162,7 +160,8 @@ id<MTLBuffer> buffer_on(void* memory, NSUInteger length, MTLResourceOptions opti
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor*)descriptor
                                                              options:(MTLPipelineOption)options
-                                                          reflection:(MTLAutoreleasedComputePipelineReflection*)reflection
+                                                          reflection:
+                                                              (MTLAutoreleasedComputePipelineReflection*)reflection
                                                                error:(NSError**)error {
   return vmps::pipeline_for(descriptor.computeFunction, descriptor.maxTotalThreadsPerThreadgroup, descriptor.label,
                             error);

@@ -128,13 +128,13 @@ void store(uint32_t (&to)[3], MTLSize from, const char* method) {
 @synthesize dispatchType = type;
 
 static void check_index(const char* method, NSUInteger index) {
-  if (index >= VMPS_MAX_BINDINGS)
-    vmps::assertion_failed(method, "index(" + std::to_string(index) + ") must be < 31");
+  if (index >= VMPS_MAX_BINDINGS) vmps::assertion_failed(method, "index(" + std::to_string(index) + ") must be < 31");
 }
 
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)state {
   [self open:"MTLComputeCommandEncoder setComputePipelineState:"];
-  if (!state) vmps::assertion_failed("MTLComputeCommandEncoder setComputePipelineState:", "computePipeline must not be nil");
+  if (!state)
+    vmps::assertion_failed("MTLComputeCommandEncoder setComputePipelineState:", "computePipeline must not be nil");
   [(id)state retain];
   [pipeline release];
   pipeline = (VMPSPipeline*)state;
@@ -265,8 +265,8 @@ static void check_index(const char* method, NSUInteger index) {
 static VMPSBuffer* checked_range(id<MTLBuffer> buffer, NSUInteger start, NSUInteger length, const char* method) {
   VMPSBuffer* checked = buffer ? vmps::checked_buffer(buffer, method) : nullptr;
   if (!checked || start > checked->bytes || length > checked->bytes - start)
-    vmps::assertion_failed(method, "bytes " + std::to_string(start) + "+" + std::to_string(length) +
-                                       " are not within the buffer");
+    vmps::assertion_failed(
+        method, "bytes " + std::to_string(start) + "+" + std::to_string(length) + " are not within the buffer");
   return checked;
 }
 

@@ -8,7 +8,8 @@ NSString* const MTLLibraryErrorDomain = @"MTLLibraryErrorDomain";
 
 namespace {
 
-// A metallib of this package: this line, then for each source its length in bytes, a newline, and the preprocessed text.
+// A metallib of this package: this line, then for each source its length in bytes, a newline, and the preprocessed
+// text.
 constexpr std::string_view kMetallibMagic = "virtual_mps metallib 1\n";
 
 size_t size_of(MTLDataType type) {
@@ -311,9 +312,10 @@ id<MTLLibrary> library_from_metallib(const std::string& bytes, NSError** error) 
   }
   if (!readable) {
     if (error)
-      *error = metal_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported,
-                           "This is no metallib of virtual_mps. A metallib that Apple's tools made holds code for Apple "
-                           "GPUs, which cannot run here: build it with the xcrun of this package.");
+      *error =
+          metal_error(MTLLibraryErrorDomain, MTLLibraryErrorUnsupported,
+                      "This is no metallib of virtual_mps. A metallib that Apple's tools made holds code for Apple "
+                      "GPUs, which cannot run here: build it with the xcrun of this package.");
     return nil;
   }
   vmps_compile_options options{};
@@ -330,8 +332,8 @@ id<MTLComputePipelineState> pipeline_for(id<MTLFunction> function, NSUInteger ma
   }
   const auto constants = from->constants->list();
   char* message = nullptr;
-  vmps_kernel* kernel = vmps_kernel_create(from->part, from->kernel_name.UTF8String, constants.data(),
-                                           constants.size(), &message);
+  vmps_kernel* kernel =
+      vmps_kernel_create(from->part, from->kernel_name.UTF8String, constants.data(), constants.size(), &message);
   if (!kernel) {
     std::string text = take_error(message);
     if (error) *error = metal_error(MTLLibraryErrorDomain, MTLLibraryErrorCompileFailure, text);

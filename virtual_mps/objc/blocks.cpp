@@ -1,6 +1,5 @@
-// The blocks runtime. The distribution's libBlocksRuntime does not retain the objects that a block captures, and its blocks
-// are not objects: here they are both, as on a Mac.
-// Layout: https://clang.llvm.org/docs/Block-ABI-Apple.html
+// The blocks runtime. The distribution's libBlocksRuntime does not retain the objects that a block captures, and its
+// blocks are not objects: here they are both, as on a Mac. Layout: https://clang.llvm.org/docs/Block-ABI-Apple.html
 #include <objc/message.h>
 #include <objc/objc.h>
 #include <objc/runtime.h>

@@ -1,8 +1,9 @@
-// Objective-C exceptions as C++ exceptions, so that both unwind through the same frames: those of extensions, of PyTorch and
-// of Python's bindings, which turn what nobody caught into a RuntimeError. libobjc's own would end the process there.
+// Objective-C exceptions as C++ exceptions, so that both unwind through the same frames: those of extensions, of
+// PyTorch and of Python's bindings, which turn what nobody caught into a RuntimeError. libobjc's own would end the
+// process there.
 //
-// This library comes before libobjc in the search for objc_exception_throw, for Foundation too. The two type_info classes
-// have the names and virtual functions that clang's gnustep runtimes expect of the catch clauses they emit.
+// This library comes before libobjc in the search for objc_exception_throw, for Foundation too. The two type_info
+// classes have the names and virtual functions that clang's gnustep runtimes expect of the catch clauses they emit.
 #include <objc/message.h>
 #include <objc/objc.h>
 #include <objc/runtime.h>

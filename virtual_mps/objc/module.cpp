@@ -1,8 +1,8 @@
 // Linked, hidden, into every shared library that is built from .mm files (this package's own one too).
 //
 // Those files are compiled for clang's gnustep-1.9 runtime, the oldest that has ARC, object subscripting and instance
-// variables that stay out of the header. What runs them is GCC's libobjc, because the distribution's Foundation is built
-// on it. The layouts are nearly the same; this file adapts the rest before libobjc sees a library's classes.
+// variables that stay out of the header. What runs them is GCC's libobjc, because the distribution's Foundation is
+// built on it. The layouts are nearly the same; this file adapts the rest before libobjc sees a library's classes.
 #include <dlfcn.h>
 #include <unwind.h>
 
@@ -93,8 +93,8 @@ void adapt(ProtocolList* list) {
 
 long superclass_size(const Class* cls, SymbolTable* symbols);
 
-// Clang gives the instance size relative to the superclass, as a number that is negative or, for a class without variables of
-// its own, zero. libobjc wants it absolute.
+// Clang gives the instance size relative to the superclass, as a number that is negative or, for a class without
+// variables of its own, zero. libobjc wants it absolute.
 void lay_out(Class* cls, SymbolTable* symbols) {
   if (cls->instance_size > 0) return;
   const long start = (superclass_size(cls, symbols) + 7) & ~7L;
@@ -140,8 +140,8 @@ extern "C" __attribute__((visibility("hidden"))) void __objc_exec_class(Module* 
 extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class,
                                                     struct _Unwind_Exception*, struct _Unwind_Context*);
 
-extern "C" __attribute__((visibility("hidden"))) _Unwind_Reason_Code __gnustep_objcxx_personality_v0(
-    int version, _Unwind_Action actions, _Unwind_Exception_Class exception_class, struct _Unwind_Exception* exception,
-    struct _Unwind_Context* context) {
+extern "C" __attribute__((visibility("hidden"))) _Unwind_Reason_Code
+__gnustep_objcxx_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class exception_class,
+                                struct _Unwind_Exception* exception, struct _Unwind_Context* context) {
   return __gxx_personality_v0(version, actions, exception_class, exception, context);
 }

@@ -1,5 +1,5 @@
-// A thread that autoreleases without a pool gets one, as on a Mac; GNUstep writes a line to stderr for each object instead.
-// PyTorch's backward passes run extensions on threads of its own.
+// A thread that autoreleases without a pool gets one, as on a Mac; GNUstep writes a line to stderr for each object
+// instead. PyTorch's backward passes run extensions on threads of its own.
 #import <Foundation/Foundation.h>
 #include <objc/runtime.h>
 

@@ -1,8 +1,8 @@
 // y += a * x, written in each of the ways in which a Mac's extension reaches the GPU. Nothing here knows where it runs.
-#import <Foundation/Foundation.h>
-#import <Metal/Metal.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/native/mps/OperationUtils.h>
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
 #include <torch/library.h>
 #include <torch/mps.h>
 

@@ -238,10 +238,10 @@ std::map<std::string, std::function<std::vector<double>()>> right_uses() {
                                                                                        options:MTLPipelineOptionNone
                                                                                     reflection:nil
                                                                                          error:nil];
-         return std::vector<double>{
-             double(scale.maxTotalThreadsPerThreadgroup), double(scale.threadExecutionWidth),
-             double(scale.staticThreadgroupMemoryLength), double(small.maxTotalThreadsPerThreadgroup),
-             double(limited.maxTotalThreadsPerThreadgroup)};
+         return std::vector<double>{double(scale.maxTotalThreadsPerThreadgroup), double(scale.threadExecutionWidth),
+                                    double(scale.staticThreadgroupMemoryLength),
+                                    double(small.maxTotalThreadsPerThreadgroup),
+                                    double(limited.maxTotalThreadsPerThreadgroup)};
        }},
       {"device_facts",
        [] {
@@ -338,7 +338,7 @@ std::map<std::string, std::function<void()>> wrong_uses() {
        [] {
          id<MTLCommandBuffer> buffer = [queue() commandBuffer];
          [buffer commit];
-         [buffer addCompletedHandler:^(id<MTLCommandBuffer>) {
+         [buffer addCompletedHandler:^(id<MTLCommandBuffer>){
          }];
        }},
       {"encoder_dropped",
@@ -356,9 +356,7 @@ std::map<std::string, std::function<void()>> wrong_uses() {
          });
        }},
       {"too_many_threads",
-       [] {
-         run([](id<MTLComputeCommandEncoder> encoder) { encode_scale(encoder, floats({1}), 2048, 2048); });
-       }},
+       [] { run([](id<MTLComputeCommandEncoder> encoder) { encode_scale(encoder, floats({1}), 2048, 2048); }); }},
       {"more_threads_than_the_kernel_allows",
        [] {
          run([](id<MTLComputeCommandEncoder> encoder) {
@@ -368,9 +366,7 @@ std::map<std::string, std::function<void()>> wrong_uses() {
          });
        }},
       {"no_threads",
-       [] {
-         run([](id<MTLComputeCommandEncoder> encoder) { encode_scale(encoder, floats({1}), 1, 0); });
-       }},
+       [] { run([](id<MTLComputeCommandEncoder> encoder) { encode_scale(encoder, floats({1}), 1, 0); }); }},
       {"too_much_threadgroup_memory",
        [] {
          run([](id<MTLComputeCommandEncoder> encoder) {
@@ -383,9 +379,7 @@ std::map<std::string, std::function<void()>> wrong_uses() {
       {"index_31",
        [] { run([](id<MTLComputeCommandEncoder> encoder) { [encoder setBuffer:nil offset:0 atIndex:31]; }); }},
       {"offset_past_the_end",
-       [] {
-         run([](id<MTLComputeCommandEncoder> encoder) { [encoder setBuffer:floats({1}) offset:8 atIndex:0]; });
-       }},
+       [] { run([](id<MTLComputeCommandEncoder> encoder) { [encoder setBuffer:floats({1}) offset:8 atIndex:0]; }); }},
       {"host_pointer_as_buffer",
        [] {
          static float values[64] = {1, 2, 3};
@@ -412,9 +406,7 @@ std::map<std::string, std::function<void()>> wrong_uses() {
          run([&](id<MTLComputeCommandEncoder> encoder) { [encoder setBytes:bytes.data() length:5000 atIndex:0]; });
        }},
       {"threadgroup_length_of_20",
-       [] {
-         run([](id<MTLComputeCommandEncoder> encoder) { [encoder setThreadgroupMemoryLength:20 atIndex:0]; });
-       }},
+       [] { run([](id<MTLComputeCommandEncoder> encoder) { [encoder setThreadgroupMemoryLength:20 atIndex:0]; }); }},
       {"exception_in_dispatch_sync",
        [] {
          dispatch_queue_t serial = dispatch_queue_create("test", DISPATCH_QUEUE_SERIAL);
@@ -449,8 +441,13 @@ void misuse(std::string name) {
 std::vector<int64_t> queue_order(int64_t count) {
   auto* order = new std::vector<int64_t>;
   dispatch_queue_t serial = dispatch_queue_create("order", DISPATCH_QUEUE_SERIAL);
-  for (int64_t i = 0; i < count; i++) dispatch_async(serial, ^{ order->push_back(i); });
-  dispatch_sync(serial, ^{ order->push_back(-1); });
+  for (int64_t i = 0; i < count; i++)
+    dispatch_async(serial, ^{
+      order->push_back(i);
+    });
+  dispatch_sync(serial, ^{
+    order->push_back(-1);
+  });
   dispatch_semaphore_t done = dispatch_semaphore_create(0);
   dispatch_async(serial, ^{
     order->push_back(-2);
@@ -460,7 +457,10 @@ std::vector<int64_t> queue_order(int64_t count) {
   const bool timed_out = dispatch_semaphore_wait(done, dispatch_time(DISPATCH_TIME_NOW, 1000000)) != 0;
   static dispatch_once_t once;
   __block int runs = 0;
-  for (int i = 0; i < 2; i++) dispatch_once(&once, ^{ runs++; });
+  for (int i = 0; i < 2; i++)
+    dispatch_once(&once, ^{
+      runs++;
+    });
   order->push_back(timed_out);
   order->push_back(runs);
   std::vector<int64_t> result = *order;

@@ -1,5 +1,5 @@
-// Modern Objective-C, compiled with ARC: classes, properties, categories, protocols, literals, subscripts, blocks as objects,
-// weak references, exceptions of both languages. Nothing here knows where it runs.
+// Modern Objective-C, compiled with ARC: classes, properties, categories, protocols, literals, subscripts, blocks as
+// objects, weak references, exceptions of both languages. Nothing here knows where it runs.
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include <torch/library.h>
@@ -141,7 +141,10 @@ std::map<std::string, std::function<std::string()>> scenes() {
          object.handler(1);
          const int second = object.handler(2);
          NSMutableArray* blocks = [NSMutableArray array];
-         for (int i = 0; i < 3; i++) [blocks addObject:^{ return i * 10; }];
+         for (int i = 0; i < 3; i++)
+           [blocks addObject:^{
+             return i * 10;
+           }];
          int total = 0;
          for (int (^block)(void) in blocks) total += block();
          id last = blocks[2];
@@ -184,13 +187,13 @@ std::map<std::string, std::function<std::string()>> scenes() {
            log += exception.reason.UTF8String;
          } @finally {
            log += " finally";
-         }
-         @try {
+         } @
+         try {
            @throw @"a string";
          } @catch (id object) {
            log += [NSString stringWithFormat:@" %@", object].UTF8String;
-         }
-         @try {
+         } @
+         try {
            throw std::runtime_error("C++");
          } @catch (NSException*) {
            log += " wrong";

@@ -1,4 +1,5 @@
-// Enough of CoreFoundation to read a property of the IO registry, which is how Metal code asks for the GPU's core count.
+// Enough of CoreFoundation to read a property of the IO registry, which is how Metal code asks for the GPU's core
+// count.
 #pragma once
 #import <Foundation/Foundation.h>
 

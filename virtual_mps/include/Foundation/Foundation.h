@@ -1,7 +1,6 @@
 // GNUstep's Foundation, minus the macros that Apple's does not have.
 #pragma once
 #include_next <Foundation/Foundation.h>
-
 #include <TargetConditionals.h>
 #include <time.h>
 

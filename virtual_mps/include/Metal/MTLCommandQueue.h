@@ -1,7 +1,8 @@
 #pragma once
 #import <Foundation/Foundation.h>
 
-@protocol MTLDevice, MTLCommandBuffer;
+@protocol MTLDevice
+, MTLCommandBuffer;
 @class MTLCommandBufferDescriptor;
 
 @protocol MTLCommandQueue <NSObject>

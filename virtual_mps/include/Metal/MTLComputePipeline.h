@@ -1,7 +1,8 @@
 #pragma once
 #import <Metal/MTLTypes.h>
 
-@protocol MTLDevice, MTLFunction;
+@protocol MTLDevice
+, MTLFunction;
 @class MTLComputePipelineReflection;
 typedef MTLComputePipelineReflection* _Nullable MTLAutoreleasedComputePipelineReflection;
 

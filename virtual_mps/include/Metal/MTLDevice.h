@@ -5,7 +5,8 @@
 #import <Metal/MTLTypes.h>
 #include <dispatch/dispatch.h>
 
-@protocol MTLCommandQueue, MTLHeap, MTLSharedEvent, MTLArgumentEncoder;
+@protocol MTLCommandQueue
+, MTLHeap, MTLSharedEvent, MTLArgumentEncoder;
 
 typedef NS_ENUM(NSInteger, MTLGPUFamily) {
   MTLGPUFamilyApple1 = 1001,

@@ -2,7 +2,8 @@
 #import <Foundation/Foundation.h>
 #include <dispatch/dispatch.h>
 
-@protocol MTLDevice, MTLSharedEvent;
+@protocol MTLDevice
+, MTLSharedEvent;
 @class MTLSharedEventListener;
 
 typedef void (^MTLSharedEventNotificationBlock)(id<MTLSharedEvent> _Nonnull event, uint64_t value);

@@ -1,7 +1,8 @@
 #pragma once
 #import <Metal/MTLFunctionConstantValues.h>
 
-@protocol MTLDevice, MTLFunction;
+@protocol MTLDevice
+, MTLFunction;
 
 extern NSString* _Nonnull const MTLLibraryErrorDomain;
 

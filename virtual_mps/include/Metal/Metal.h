@@ -1,5 +1,5 @@
-// Stand-in for <Metal/Metal.h>: the compute part of the API. Everything declared here is declared by Apple, with the same
-// types; what Apple declares beyond it is absent, so that using it is a compile error and not a silent no-op.
+// Stand-in for <Metal/Metal.h>: the compute part of the API. Everything declared here is declared by Apple, with the
+// same types; what Apple declares beyond it is absent, so that using it is a compile error and not a silent no-op.
 #pragma once
 #import <Metal/MTLBlitCommandEncoder.h>
 #import <Metal/MTLBuffer.h>

@@ -1,5 +1,5 @@
-#include <torch/library.h>
 #include <Python.h>
+#include <torch/library.h>
 
 at::Tensor square(const at::Tensor& input);
 

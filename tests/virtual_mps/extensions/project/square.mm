@@ -1,7 +1,7 @@
-#import <Foundation/Foundation.h>
-#import <Metal/Metal.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/ops/empty_like.h>
+#import <Foundation/Foundation.h>
+#import <Metal/Metal.h>
 #include <dlfcn.h>
 #include <torch/library.h>
 
