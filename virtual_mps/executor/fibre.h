@@ -1,8 +1,8 @@
-// Switching between stacks: by hand on x86-64, by Boost.Context elsewhere (VMPS_BOOST_FIBRES asks for it on x86-64
-// too).
+// Switching between the stacks of lanes: by hand on x86-64, by Boost.Context elsewhere (VMPS_BOOST_FIBRES asks for it
+// on x86-64 too).
 #pragma once
 
-#include <cstdint>
+#include "kernel_abi.h"
 
 #if !defined(__x86_64__) && !defined(VMPS_BOOST_FIBRES)
 #define VMPS_BOOST_FIBRES
@@ -12,8 +12,15 @@
 #include <boost/context/detail/fcontext.hpp>
 #endif
 
-// Saves the running context in *save and continues `to`.
-extern "C" void vmps_switch(void** save, void* to);
+extern "C" {
+// Continues `to` and leaves `from` to be continued later. vmps_wait_simdgroup and vmps_wait_threadgroup are switches
+// too: they ask one of the two functions below where to go.
+void vmps_switch(vmps_lane* from, vmps_lane* to);
+
+// A lane comes to wait in the call that returns to `site`. Returns the lane to continue with, which may be the same.
+vmps_lane* vmps_arrive_in_simdgroup(vmps_lane* lane, const void* site);
+vmps_lane* vmps_arrive_in_threadgroup(vmps_lane* lane, const void* site);
+}
 
 namespace vmps {
 
@@ -21,7 +28,7 @@ namespace vmps {
 
 template <void (*body)()>
 void begin_fibre(boost::context::detail::transfer_t from) {
-  *static_cast<void**>(from.data) = from.fctx;
+  static_cast<vmps_lane*>(from.data)->stack_pointer = from.fctx;
   body();
 }
 

@@ -16,23 +16,23 @@ enum vmps_limits : unsigned {
 struct vmps_simdgroup;
 struct vmps_threadgroup;
 
-struct vmps_lane {  // one Metal thread
+struct __attribute__((aligned(64))) vmps_lane {  // one Metal thread
   void* stack_pointer;
+  unsigned serve;  // lanes for which this one carries out a simdgroup function; 0 when it was served
+  unsigned in_simdgroup, in_threadgroup;
+  unsigned position[3];  // thread_position_in_threadgroup
   vmps_simdgroup* simdgroup;
   vmps_threadgroup* group;
   const void* site;  // the call it waits in
-  unsigned in_simdgroup, in_threadgroup;
-  unsigned position[3];  // thread_position_in_threadgroup
-  unsigned serve;        // lanes for which this one carries out a simdgroup function; 0 when it was served
 };
 
 struct vmps_simdgroup {
-  float matrix[4][64];             // operands and result of a multiplication whose matrices are spread over the lanes
-  void* operand[VMPS_SIMD_LANES];  // published by lanes that wait in a simdgroup function
   vmps_lane* lanes;
   unsigned alive, in_function, at_barrier;  // masks of lanes
-  const void* site;                         // of the first lane that came to wait in a simdgroup function
   unsigned diverged;                        // lanes wait in different simdgroup functions
+  const void* site;                         // of the first lane that came to wait in a simdgroup function
+  void* operand[VMPS_SIMD_LANES];           // published by lanes that wait in a simdgroup function
+  float matrix[4][64];  // operands and result of a multiplication whose matrices are spread over the lanes
 };
 
 struct vmps_grid {

@@ -70,9 +70,9 @@ std::string Worker::run(const Launch& launch, const unsigned at[3]) {
   place(launch, at);
   running_worker = this;
   if (launch.waits)
-    vmps_switch(&caller_, next(simdgroups_, VMPS_SIMD_LANES - 1)->stack_pointer);
+    vmps_switch(&caller_, next(simdgroups_, VMPS_SIMD_LANES - 1));
   else
-    vmps_switch(&caller_, lanes_[0].stack_pointer);
+    vmps_switch(&caller_, &lanes_[0]);
   running_worker = nullptr;
   return std::move(failure_);
 }
@@ -81,6 +81,8 @@ void Worker::place(const Launch& launch, const unsigned at[3]) {
   launch_ = &launch;
   grid = &launch.grid;
   finished_ = 0;
+  barrier_site_ = nullptr;
+  barriers_differ_ = false;
   failure_.clear();
   lane_count = 1;
   for (int d = 0; d < 3; d++) {
@@ -148,7 +150,7 @@ void Worker::lane_body() {
   worker.launch_->image->run(&worker, lane->in_threadgroup, lane->in_threadgroup + 1);
   lane->simdgroup->alive &= ~(1u << lane->in_simdgroup);
   worker.finished_++;
-  worker.leave(lane, worker.next(lane->simdgroup, lane->in_simdgroup));
+  vmps_switch(lane, worker.after(lane));
   __builtin_unreachable();
 }
 
@@ -156,23 +158,26 @@ void Worker::loop_body() {
   vmps_lane* lane = lane_at(__builtin_frame_address(0));
   Worker& worker = of(lane);
   worker.launch_->image->run(&worker, 0, worker.lane_count);
-  worker.leave(lane, nullptr);
+  vmps_switch(lane, &worker.caller_);
   __builtin_unreachable();
 }
 
-void Worker::leave(vmps_lane* from, vmps_lane* to) {
-  if (from != to) vmps_switch(&from->stack_pointer, to ? to->stack_pointer : caller_);
+// The lane to continue with when `lane` cannot: of its own simdgroup, if there is one.
+inline vmps_lane* Worker::after(vmps_lane* lane) {
+  vmps_simdgroup* simdgroup = lane->simdgroup;
+  if (unsigned ready = runnable(*simdgroup)) return &simdgroup->lanes[pick(ready, lane->in_simdgroup)];
+  return next(simdgroup, lane->in_simdgroup);
 }
 
 void Worker::abandon(const std::string& failure) {
   const vmps_lane* lane = lane_at(__builtin_frame_address(0));
   failure_ = "thread (" + std::to_string(lane->position[0]) + ", " + std::to_string(lane->position[1]) + ", " +
              std::to_string(lane->position[2]) + "): " + failure;
-  void* never_resumed;
-  vmps_switch(&never_resumed, caller_);
+  vmps_lane never_continued;
+  vmps_switch(&never_continued, &caller_);
 }
 
-// The lane to continue with when one of `simdgroup` cannot; null when the threadgroup is done, or cannot go on.
+// The lane to continue with when none of `simdgroup` may be; the caller when the threadgroup is done, or cannot go on.
 vmps_lane* Worker::next(vmps_simdgroup* simdgroup, unsigned after) {
   do {
     const unsigned own = static_cast<unsigned>(simdgroup - simdgroups_);
@@ -182,7 +187,7 @@ vmps_lane* Worker::next(vmps_simdgroup* simdgroup, unsigned after) {
       if (s.in_function) return serve_diverged(&s);
     }
   } while (finished_ < lane_count && release_barrier());
-  return nullptr;
+  return &caller_;
 }
 
 // No lane of the simdgroup can go on before a simdgroup function, but not all wait in the same one (or some returned,
@@ -213,36 +218,18 @@ bool Worker::release_barrier() {
                " threads returned without reaching the barrier that the others wait at";
     return false;
   }
-  const void* site = lanes_[0].site;
-  for (unsigned i = 0; i < lane_count; i++)
-    if (lanes_[i].site != site) {
-      failure_ = "threadgroup_barrier: threads 0 and " + std::to_string(i) + " wait at different barriers";
-      return false;
-    }
+  if (barriers_differ_) {
+    unsigned i = 1;
+    while (lanes_[i].site == lanes_[0].site) i++;
+    failure_ = "threadgroup_barrier: threads 0 and " + std::to_string(i) + " wait at different barriers";
+    return false;
+  }
+  barrier_site_ = nullptr;
   for (unsigned s = 0; s < simdgroup_count; s++) simdgroups_[s].at_barrier = 0;
   return true;
 }
 
-void Worker::wait_simdgroup(vmps_lane* lane) {
-  vmps_simdgroup* simdgroup = lane->simdgroup;
-  lane->serve = 0;
-  const unsigned ready = runnable(*simdgroup);
-  leave(lane, ready ? &simdgroup->lanes[pick(ready, lane->in_simdgroup)] : next(simdgroup, lane->in_simdgroup));
-}
-
-void Worker::wait_threadgroup(vmps_lane* lane) {
-  vmps_simdgroup* simdgroup = lane->simdgroup;
-  simdgroup->at_barrier |= 1u << lane->in_simdgroup;
-  const unsigned ready = runnable(*simdgroup);
-  leave(lane, ready ? &simdgroup->lanes[pick(ready, lane->in_simdgroup)] : next(simdgroup, lane->in_simdgroup));
-}
-
-}  // namespace vmps
-
-extern "C" {
-
-VMPS_API unsigned vmps_wait_simdgroup(vmps_lane* lane) {
-  const void* site = __builtin_return_address(0);
+vmps_lane* Worker::arrive_in_simdgroup(vmps_lane* lane, const void* site) {
   vmps_simdgroup* simdgroup = lane->simdgroup;
   if (!simdgroup->in_function)
     simdgroup->site = site;
@@ -251,15 +238,31 @@ VMPS_API unsigned vmps_wait_simdgroup(vmps_lane* lane) {
   simdgroup->in_function |= 1u << lane->in_simdgroup;
   if (simdgroup->in_function == simdgroup->alive && !simdgroup->diverged) {
     simdgroup->in_function = 0;
-    return simdgroup->alive;
+    lane->serve = simdgroup->alive;
+    return lane;
   }
   lane->site = site;
-  vmps::Worker::of(lane).wait_simdgroup(lane);
-  return lane->serve;
+  lane->serve = 0;
+  return after(lane);
 }
 
-VMPS_API void vmps_wait_threadgroup(vmps_lane* lane) {
-  lane->site = __builtin_return_address(0);
-  vmps::Worker::of(lane).wait_threadgroup(lane);
+vmps_lane* Worker::arrive_in_threadgroup(vmps_lane* lane, const void* site) {
+  if (!barrier_site_) barrier_site_ = site;
+  barriers_differ_ |= site != barrier_site_;
+  lane->site = site;
+  lane->simdgroup->at_barrier |= 1u << lane->in_simdgroup;
+  return after(lane);
+}
+
+}  // namespace vmps
+
+extern "C" {
+
+vmps_lane* vmps_arrive_in_simdgroup(vmps_lane* lane, const void* site) {
+  return vmps::Worker::of(lane).arrive_in_simdgroup(lane, site);
+}
+
+vmps_lane* vmps_arrive_in_threadgroup(vmps_lane* lane, const void* site) {
+  return vmps::Worker::of(lane).arrive_in_threadgroup(lane, site);
 }
 }

@@ -38,8 +38,8 @@ class Worker : vmps_threadgroup {
   // The worker whose threadgroup runs on this OS thread, if any.
   static Worker* running();
 
-  void wait_simdgroup(vmps_lane* lane);
-  void wait_threadgroup(vmps_lane* lane);
+  vmps_lane* arrive_in_simdgroup(vmps_lane* lane, const void* site);
+  vmps_lane* arrive_in_threadgroup(vmps_lane* lane, const void* site);
 
  private:
   static void lane_body();
@@ -52,10 +52,10 @@ class Worker : vmps_threadgroup {
   void* make_lane_fibre(unsigned index, void* (*make)(char* top));
   char* stack(unsigned index) const { return stacks_ + size_t{index} * VMPS_STACK_SIZE; }
 
+  vmps_lane* after(vmps_lane* lane);
   vmps_lane* next(vmps_simdgroup* simdgroup, unsigned after);
   vmps_lane* serve_diverged(vmps_simdgroup* simdgroup);
   bool release_barrier();
-  void leave(vmps_lane* from, vmps_lane* to);
 
   vmps_lane lanes_[VMPS_MAX_LANES];
   vmps_simdgroup simdgroups_[VMPS_MAX_LANES / VMPS_SIMD_LANES];
@@ -63,8 +63,10 @@ class Worker : vmps_threadgroup {
   char* mapping_;
   char* stacks_;
   char* arena_;
-  void* caller_ = nullptr;  // context of run()
+  vmps_lane caller_ = {};  // run() itself, to go back to
   unsigned finished_ = 0;
+  const void* barrier_site_ = nullptr;  // where the first lane came to wait, and whether others did so elsewhere
+  bool barriers_differ_ = false;
   unsigned placed_size_[3] = {};  // the threadgroup size that the lanes' positions are for
   std::string failure_;
 };
