@@ -123,6 +123,34 @@ def test_a_shader_that_does_not_compile():
         library.f(torch.zeros(1, device="mps"))
 
 
+def test_an_unbound_argument_in_a_plain_run(mps):
+    """A GPU page fault on a Mac, which ends the command buffer with an error; at any rate not the process."""
+    library = torch.mps.compile_shader(SOURCE)
+    with mps.mode(validation=False):
+        torch.mps.synchronize()
+        x = torch.zeros(4, device="mps")
+        with pytest.raises(RuntimeError, match="full"):
+            library.full(x)
+        library.full(x, 2.0)
+        assert x.tolist() == [2] * 4
+
+
+def test_a_barrier_that_not_all_reach(mps):
+    library = torch.mps.compile_shader(
+        "#include <metal_stdlib>\nusing namespace metal;\n"
+        "kernel void lonely(device float* x, uint i [[thread_position_in_grid]]) {"
+        " if (i < 3) threadgroup_barrier(mem_flags::mem_threadgroup); x[i] = 1; }"
+    )
+    x = torch.zeros(64, device="mps")
+    with pytest.raises(RuntimeError, match="lonely"):
+        library.lonely(x, threads=64, group_size=64)
+    with mps.mode(deferred=True):
+        library.lonely(x, threads=64, group_size=64)
+        with pytest.raises(RuntimeError, match="lonely"):
+            torch.mps.synchronize()
+    assert (x + 1).is_mps
+
+
 def test_load_metallib(tmp_path, mps):
     from virtual_mps.metallib import metal
 

@@ -109,9 +109,11 @@ MetalShaderLibrary::~MetalShaderLibrary() {
 }
 
 MTLLibrary_t MetalShaderLibrary::compileLibrary(const std::string& source) {
-  NSError* error = nil;
-  MTLCompileOptions* options = compile_options ? compile_options : default_options();
-  return checked([device() newLibraryWithSource:text(source) options:options error:&error], error);
+  @autoreleasepool {
+    NSError* error = nil;
+    MTLCompileOptions* options = compile_options ? compile_options : default_options();
+    return checked([device() newLibraryWithSource:text(source) options:options error:&error], error);
+  }
 }
 
 MTLLibrary_t MetalShaderLibrary::getLibrary() {

@@ -148,9 +148,21 @@ using at::mps::SyncType;
 at::mps::MPSStream* stream() { return at::mps::getDefaultMPSStream(); }
 }  // namespace
 
-// torch::mps::commit() is called from within a block of the stream's queue, as PyTorch's own tutorial does.
-void commit() { stream()->synchronize(SyncType::COMMIT); }
-void synchronize() { stream()->synchronize(SyncType::COMMIT_AND_WAIT); }
+namespace {
+
+// On the stream's queue, so that no other thread is encoding; or at once, if the caller already is a block of that queue,
+// as in PyTorch's tutorial, which calls torch::mps::commit() there.
+void submit(SyncType type) {
+  if (on_queue(stream()->queue())) return stream()->synchronize(type);
+  at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
+    stream()->synchronize(type);
+  });
+}
+
+}  // namespace
+
+void commit() { submit(SyncType::COMMIT); }
+void synchronize() { submit(SyncType::COMMIT_AND_WAIT); }
 
 void* command_buffer() {
   stream()->endKernelCoalescing();  // the caller is about to make an encoder of its own
@@ -164,10 +176,7 @@ void before_stock_op() {
   if (on_queue(queue))
     dispatch_sync(queue, ^{
                   });  // fails, with the message that this is a deadlock on a Mac
-  if (modes().deferred)
-    at::mps::dispatch_sync_with_rethrow(queue, ^{
-      synchronize();
-    });
+  if (modes().deferred) synchronize();
 }
 
 }  // namespace vmps

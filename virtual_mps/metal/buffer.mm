@@ -1,7 +1,11 @@
 #import "buffer.h"
 
+#include <atomic>
+
 #include "buffer_c.h"
 #include "errors.h"
+
+static std::atomic<size_t> live_bytes{0};
 
 @implementation VMPSBuffer
 - (void*)contents {
@@ -44,6 +48,7 @@
   name = [label copy];
 }
 - (void)dealloc {
+  live_bytes -= bytes;
   [name release];
   if (release_memory) release_memory(context);
   [super dealloc];
@@ -62,6 +67,7 @@ VMPSBuffer* checked_buffer(id<MTLBuffer> buffer, const char* method) {
 
 void* buffer_new(void* memory, size_t bytes, void (*release)(void*), void* context) {
   VMPSBuffer* buffer = [VMPSBuffer alloc];
+  live_bytes += bytes;
   buffer->memory = memory;
   buffer->bytes = bytes;
   buffer->release_memory = release;
@@ -74,6 +80,8 @@ void buffer_release(void* buffer) { [static_cast<VMPSBuffer*>(buffer) release]; 
 void* buffer_contents(const void* buffer) {
   return buffer ? static_cast<VMPSBuffer*>(const_cast<void*>(buffer))->memory : nullptr;
 }
+
+size_t all_buffer_bytes() { return live_bytes; }
 
 size_t buffer_length(const void* buffer) {
   return buffer ? static_cast<VMPSBuffer*>(const_cast<void*>(buffer))->bytes : 0;

@@ -9,5 +9,6 @@ void* buffer_new(void* memory, size_t bytes, void (*release)(void* context), voi
 void buffer_release(void* buffer);
 void* buffer_contents(const void* buffer);  // nullptr for nullptr
 size_t buffer_length(const void* buffer);
+size_t all_buffer_bytes();  // of the buffers that exist now
 
 }  // namespace vmps

@@ -68,7 +68,7 @@ id<MTLBuffer> buffer_on(void* memory, NSUInteger length, MTLResourceOptions opti
   return vmps::recommended_memory();
 }
 - (NSUInteger)currentAllocatedSize {
-  return 0;
+  return vmps::all_buffer_bytes();
 }
 - (BOOL)hasUnifiedMemory {
   return YES;

@@ -27,11 +27,15 @@ struct vmps_dispatch_queue : Object {
   std::condition_variable changed;
   std::deque<std::function<void()>> pending;
   bool busy = false, started = false;
+  const bool concurrent;
   std::thread::id owner;
+
+  explicit vmps_dispatch_queue(bool concurrent_ = false) : concurrent(concurrent_) {}
 
   bool removable() const override { return !started; }  // the thread of a queue never ends
 
   void run(const std::function<void()>& work) {
+    if (concurrent) return work();
     if (owner == std::this_thread::get_id())
       vmps::assertion_failed("dispatch_sync", "called on a queue that the current thread already runs on (deadlock)");
     {
@@ -57,6 +61,7 @@ struct vmps_dispatch_queue : Object {
   }
 
   void append(std::function<void()> work) {
+    if (concurrent) return std::thread(std::move(work)).detach();
     std::lock_guard<std::mutex> lock(mutex);
     pending.push_back(std::move(work));
     if (!started) {
@@ -102,7 +107,9 @@ bool on_queue(dispatch_queue_t queue) { return queue->owner == std::this_thread:
 
 extern "C" {
 
-dispatch_queue_t dispatch_queue_create(const char*, dispatch_queue_attr_t) { return new vmps_dispatch_queue; }
+dispatch_queue_t dispatch_queue_create(const char*, dispatch_queue_attr_t attr) {
+  return new vmps_dispatch_queue(attr == DISPATCH_QUEUE_CONCURRENT);
+}
 
 dispatch_queue_t dispatch_get_main_queue(void) {
   static auto* queue = new vmps_dispatch_queue;
@@ -110,7 +117,7 @@ dispatch_queue_t dispatch_get_main_queue(void) {
 }
 
 dispatch_queue_t dispatch_get_global_queue(intptr_t, uintptr_t) {
-  static auto* queue = new vmps_dispatch_queue;
+  static auto* queue = new vmps_dispatch_queue(/*concurrent=*/true);
   return queue;
 }
 

@@ -254,6 +254,48 @@ std::map<std::string, std::function<std::vector<double>()>> right_uses() {
                                     double(device().maxThreadsPerThreadgroup.width),
                                     double(device().hasUnifiedMemory)};
        }},
+      {"allocated_size",
+       [] {
+         const NSUInteger before = device().currentAllocatedSize;
+         id<MTLBuffer> buffer = [device() newBufferWithLength:4096 options:0];
+         const NSUInteger with = device().currentAllocatedSize;
+         [buffer release];
+         return std::vector<double>{double(with - before), double(device().currentAllocatedSize - before)};
+       }},
+      {"no_copy",
+       [] {
+         void* pages = nullptr;
+         TORCH_CHECK(posix_memalign(&pages, 16384, 16384) == 0);
+         __block int freed = 0;
+         id<MTLBuffer> buffer = [device() newBufferWithBytesNoCopy:pages
+                                                            length:16384
+                                                           options:0
+                                                       deallocator:^(void* memory, NSUInteger) {
+                                                         free(memory);
+                                                         freed++;
+                                                       }];
+         const bool same = buffer.contents == pages;
+         [buffer release];
+         id<MTLBuffer> misaligned = [device() newBufferWithBytesNoCopy:(char*)pages + 8
+                                                                length:16384
+                                                               options:0
+                                                           deallocator:nil];
+         return std::vector<double>{double(same), double(freed), double(misaligned == nil)};
+       }},
+      {"global_queue",
+       [] {
+         dispatch_queue_t global = dispatch_get_global_queue(QOS_CLASS_DEFAULT, 0);
+         dispatch_semaphore_t done = dispatch_semaphore_create(0);
+         __block double nested = 0;
+         dispatch_async(global, ^{
+           dispatch_sync(global, ^{
+             nested = 1;
+           });
+           dispatch_semaphore_signal(done);
+         });
+         dispatch_semaphore_wait(done, DISPATCH_TIME_FOREVER);
+         return std::vector<double>{nested};
+       }},
       {"private_memory_has_no_contents",
        [] {
          id<MTLBuffer> buffer = [device() newBufferWithLength:16 options:MTLResourceStorageModePrivate];

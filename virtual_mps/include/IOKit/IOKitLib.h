@@ -13,6 +13,7 @@ typedef kern_return_t IOReturn;
 enum { KERN_SUCCESS = 0, KERN_FAILURE = 5 };
 #define kIOReturnSuccess KERN_SUCCESS
 #define kIOMainPortDefault ((mach_port_t)0)
+#define kIOMasterPortDefault kIOMainPortDefault
 #define IO_OBJECT_NULL ((io_object_t)0)
 
 static inline CFMutableDictionaryRef IOServiceMatching(const char* name) {

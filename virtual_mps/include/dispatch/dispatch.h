@@ -12,6 +12,7 @@ typedef intptr_t dispatch_once_t;
 typedef void (*dispatch_function_t)(void*);
 
 #define DISPATCH_QUEUE_SERIAL ((dispatch_queue_attr_t)0)
+#define DISPATCH_QUEUE_CONCURRENT ((dispatch_queue_attr_t)1)
 #define DISPATCH_TIME_NOW ((dispatch_time_t)0)
 #define DISPATCH_TIME_FOREVER (~(dispatch_time_t)0)
 #define DISPATCH_QUEUE_PRIORITY_DEFAULT 0
