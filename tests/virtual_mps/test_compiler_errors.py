@@ -100,6 +100,17 @@ def test_an_error_in_an_instantiation_appears_when_its_kernel_is_asked_for():
         library.kernel("t")
 
 
+def test_an_instantiation_that_fits_no_kernel():
+    library = Library(
+        HEADER
+        + """
+    template <typename T, int N> [[kernel]] void t(device T* y [[buffer(0)]]) { y[0] = N; }
+    template [[host_name("made")]] [[kernel]] decltype(t<float>) t<float>;"""
+    )
+    with pytest.raises(MetalError, match=r"program_source:5:5: error: no kernel function for 'made' matches t<float>"):
+        library.kernel("made")
+
+
 def test_a_missing_kernel():
     library = Library(GOOD)
     with pytest.raises(MetalError, match="the library has no kernel 'goof'; it has good"):

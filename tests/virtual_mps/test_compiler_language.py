@@ -353,11 +353,15 @@ def test_attributes_in_front_of_a_definition():
     template <typename T>
     [[max_total_threads_per_threadgroup(256)]] kernel void b(device T* y [[buffer(0)]]) { y[0] = 1; }
     template [[host_name("b")]] kernel void b<float>(device float* y [[buffer(0)]]);
+    template <typename T, int M, int N = 3>
+    [[kernel, max_total_threads_per_threadgroup(M * N * 32)]] void c(device T* y [[buffer(0)]]) { y[0] = 1; }
+    template [[host_name("c")]] [[kernel]] decltype(c<float, 2>) c<float, 2>;
     """
     )
     assert library.table["kernels"]["a"]["max_total_threads_per_threadgroup"] == 128
     assert library.kernel("a").max_threads == 128
     assert library.kernel("b").max_threads == 256
+    assert library.kernel("c").max_threads == 192
 
 
 def test_words_of_metal_in_strings_and_other_names():

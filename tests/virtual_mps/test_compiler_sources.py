@@ -192,7 +192,7 @@ def test_every_kernel_of_pytorchs_headers_compiles(c10):
 def test_pointwise_registration_of_pytorch(c10):
     name = next(n for n in c10.table["kernels"] if n.startswith("square_dense_float"))
     x, y = np.arange(10, dtype=np.float32), np.zeros(10, np.float32)
-    c10.kernel(name)(y, x, threads=(10,))
+    c10.kernel(name)(y, x, np.uint32(10), threads=(10,))
     np.testing.assert_array_equal(y, x * x)
 
 

@@ -63,10 +63,7 @@ def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], outp
         try:
             _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
         except CompileError as error:
-            if "-Wframe-larger-than" not in str(error):
-                raise
-            limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
-            raise CompileError(f"virtual_mps: the local variables of kernel '{name}' take {limit}") from None
+            raise CompileError(_explain(str(error), kernel)) from None
         assembly.write_text(_finish_assembly(assembly.read_text()))
         _link(assembly, scratch)
 
@@ -78,6 +75,19 @@ def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dic
         if value is not None:
             literals[constant.name] = constants.literal(constant, value)
     return literals
+
+
+def _explain(message: str, kernel: kernels.Kernel) -> str:
+    """What clang says about our own lines, in terms of the kernel."""
+    if f"{ENTRY}:" not in message:
+        return message
+    if "-Wframe-larger-than" in message:
+        limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
+        return f"{kernel.location}: error: the local variables of kernel '{kernel.name}' take {limit}"
+    if "no matching function for call to 'run'" in message:
+        wanted = kernel.expression.removeprefix("&::")
+        return f"{kernel.location}: error: no kernel function for '{kernel.name}' matches {wanted}"
+    return f"{kernel.location}: error: kernel '{kernel.name}': {message}"
 
 
 def _no_such_kernel(name: str, offer: kernels.Offer) -> str:

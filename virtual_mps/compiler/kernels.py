@@ -1,5 +1,6 @@
 """What a source offers: its kernels with their parameters, and its function constants."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .source import Node, Source, captures, query
@@ -61,6 +62,7 @@ class Kernel:
     expression: str  # C++ for the address of the function
     parameters: list[Parameter]
     max_threads: int
+    location: str  # of its definition, or instantiation
 
 
 @dataclass
@@ -77,9 +79,10 @@ class _Definition:
 
     qualified_name: str
     host_name: str | None
-    is_template: bool
+    template_parameters: list[Node]
     parameters: list[Parameter]
-    max_threads: int | None
+    max_threads: Node | None  # an expression, perhaps of the template parameters
+    location: str
 
 
 @dataclass
@@ -116,15 +119,18 @@ def read(source: Source) -> Offer:
             definitions.setdefault(definition.qualified_name.rpartition("::")[2], []).append(definition)
     for node in found.get("instantiation", []):
         _read_instantiation(source, node, definitions, offer)
-    for definition in (d for same_name in definitions.values() for d in same_name if not d.is_template):
+    for definition in (d for same_name in definitions.values() for d in same_name if not d.template_parameters):
         name = definition.host_name or definition.qualified_name.rpartition("::")[2]
-        _add(offer, name, f"&::{definition.qualified_name}", definition, None)
+        threads = _max_threads(source, definition.max_threads, {})
+        offer.kernels[name] = Kernel(
+            name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location
+        )
     return offer
 
 
-def _add(offer: Offer, name: str, expression: str, definition: _Definition, max_threads: int | None) -> None:
-    limit = max_threads or definition.max_threads or MAX_THREADS
-    offer.kernels[name] = Kernel(name, expression, definition.parameters, min(limit, MAX_THREADS))
+def _max_threads(source: Source, expression: Node | None, names: Mapping[str, int]) -> int:
+    value = _evaluate(source, expression, names) if expression else None
+    return min(value or MAX_THREADS, MAX_THREADS)
 
 
 def _is_kernel(source: Source, node: Node) -> bool:
@@ -146,22 +152,27 @@ def _read_definition(source: Source, node: Node) -> _Definition:
     if function is None:
         raise CompileError(f"{source.location(node.start_byte)}: error: cannot read this kernel's declaration")
     name = source.of(function.child_by_field_name("declarator")).decode()
-    scopes, host_name, max_threads = [name], None, None
-    is_template = False
+    scopes, host_name, max_threads, template_parameters = [name], None, None, []
     parent = node.parent
     while parent is not None:
         if parent.type == "namespace_definition" and (scope := parent.child_by_field_name("name")):
             scopes.insert(0, source.of(scope).decode())
-        is_template = is_template or (
-            parent.type == "template_declaration" and bool(parent.child_by_field_name("parameters").named_children)
-        )
+        if parent.type == "template_declaration":
+            template_parameters = parent.child_by_field_name("parameters").named_children
         parent = parent.parent
     for attribute, arguments in source.attributes(node):
         if attribute == "host_name":
             host_name = _string(source, arguments)
         elif attribute == "max_total_threads_per_threadgroup":
-            max_threads = _integer_or_none(source, arguments)
-    return _Definition("::".join(scopes), host_name, is_template, _read_parameters(source, function, name), max_threads)
+            max_threads = arguments.named_children[0]
+    return _Definition(
+        "::".join(scopes),
+        host_name,
+        template_parameters,
+        _read_parameters(source, function, name),
+        max_threads,
+        source.location(node.start_byte),
+    )
 
 
 def _read_parameters(source: Source, function: Node, kernel: str) -> list[Parameter]:
@@ -218,7 +229,7 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
         if attribute == "host_name":
             host_name, is_kernel = _string(source, arguments), True
         elif attribute == "max_total_threads_per_threadgroup":
-            max_threads = _integer_or_none(source, arguments)
+            max_threads = arguments.named_children[0]
     if not is_kernel:
         return
     offer.instantiations.append(node)
@@ -227,29 +238,48 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
 
     function = _function_declarator(node)
     named = function.child_by_field_name("declarator") if function else node.named_children[-1]
-    plain, arguments = _template_name(source, named)
+    plain, template_arguments = _template_name(source, named)
     candidates = definitions.get(plain, [])
     if function is not None:
         given = function.child_by_field_name("parameters").named_children
         candidates = [d for d in candidates if len(d.parameters) == len(given)] or candidates
     if not candidates:
         raise CompileError(f"{source.location(node.start_byte)}: error: '{plain}' is not a kernel function")
+    definition = candidates[-1]
     # Qualified: the standard library may have functions of the same name.
-    expression = f"&::{candidates[-1].qualified_name}{arguments}"
-    if not arguments:
+    expression = f"&::{definition.qualified_name}"
+    names = {}
+    if template_arguments is not None:
+        expression += source.of(template_arguments).decode()
+        names = _integer_arguments(source, definition.template_parameters, template_arguments.named_children)
+    else:
         types = source.of(function.child_by_field_name("parameters")).decode()
         expression = f"static_cast<void (*){types}>({expression})"
-    _add(offer, host_name, expression, candidates[-1], max_threads)
+    threads = _max_threads(source, max_threads or definition.max_threads, names)
+    location = source.location(node.start_byte)
+    offer.kernels[host_name] = Kernel(host_name, expression, definition.parameters, threads, location)
 
 
-def _template_name(source: Source, node: Node) -> tuple[str, str]:
-    """Name without scopes, and template arguments if there are any."""
-    arguments = ""
+def _template_name(source: Source, node: Node) -> tuple[str, Node | None]:
+    """Name without scopes, and the list of template arguments if there is one."""
+    arguments = None
     while (inner := node.child_by_field_name("name")) is not None:
         if node.type == "template_function":
-            arguments = source.of(node.child_by_field_name("arguments")).decode()
+            arguments = node.child_by_field_name("arguments")
         node = inner
     return source.of(node).decode(), arguments
+
+
+def _integer_arguments(source: Source, parameters: list[Node], arguments: list[Node]) -> dict[str, int]:
+    """Values of those template parameters that are integers and given, or have a default, as such."""
+    names: dict[str, int] = {}
+    for i, parameter in enumerate(parameters):
+        value = arguments[i] if i < len(arguments) else parameter.child_by_field_name("default_value")
+        declared = _declared(parameter)
+        number = _evaluate(source, value, names) if value and declared else None
+        if number is not None:
+            names[source.of(declared).decode()] = number
+    return names
 
 
 def _function_declarator(node: Node) -> Node | None:
@@ -279,32 +309,32 @@ def _string(source: Source, arguments: Node) -> str:
     return "".join(source.of(c).decode() for c in content)
 
 
-def _integer(source: Source, arguments: Node) -> int:
-    value = _integer_or_none(source, arguments)
+def _integer(source: Source, arguments: Node | None) -> int:
+    """Value of (n), where n may be a sum or product of literals."""
+    given = arguments.named_children if arguments else []
+    value = _evaluate(source, given[0], {}) if len(given) == 1 else None
     if value is None:
-        raise CompileError(f"{source.location(arguments.start_byte)}: error: expected an integer constant")
+        place = source.location((arguments or source.root).start_byte)
+        raise CompileError(f"{place}: error: expected an integer constant")
     return value
-
-
-def _integer_or_none(source: Source, arguments: Node) -> int | None:
-    """Value of (n), where n may be a sum or product of literals; None if it depends on names."""
-    return _evaluate(source, arguments.named_children[0]) if len(arguments.named_children) == 1 else None
 
 
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__, "<<": int.__lshift__}
 
 
-def _evaluate(source: Source, node: Node) -> int | None:
+def _evaluate(source: Source, node: Node, names: Mapping[str, int]) -> int | None:
+    if node.type in ("identifier", "type_descriptor", "type_identifier"):
+        return names.get(source.of(node).decode())
     if node.type == "number_literal":
         try:
             return int(source.of(node).decode().rstrip("uUlL"), 0)
         except ValueError:
             return None
     if node.type == "parenthesized_expression":
-        return _evaluate(source, node.named_children[0])
+        return _evaluate(source, node.named_children[0], names)
     if node.type == "binary_expression":
-        left = _evaluate(source, node.child_by_field_name("left"))
-        right = _evaluate(source, node.child_by_field_name("right"))
+        left = _evaluate(source, node.child_by_field_name("left"), names)
+        right = _evaluate(source, node.child_by_field_name("right"), names)
         operation = _OPERATIONS.get(node.child_by_field_name("operator").type)
         if operation and left is not None and right is not None:
             return operation(left, right)

@@ -3,4 +3,5 @@
 #include "atomic.h"
 #include "builtins.h"
 #include "entry.h"
+#include "hints.h"
 #include "simdgroup_matrix.h"

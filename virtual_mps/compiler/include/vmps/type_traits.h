@@ -36,8 +36,6 @@ struct conditional<false, T, F> {
 template <bool B, class T, class F>
 using conditional_t = typename conditional<B, T, F>::type;
 
-template <class...>
-using void_t = void;
 template <class T>
 T&& declval();
 
@@ -99,7 +97,6 @@ VMPS_TRAIT(is_enum, __is_enum(T))
 VMPS_TRAIT(is_class, __is_class(T))
 VMPS_TRAIT(is_union, __is_union(T))
 VMPS_TRAIT(is_void, __is_void(T))
-VMPS_TRAIT(is_empty, __is_empty(T))
 VMPS_TRAIT(is_trivially_copyable, __is_trivially_copyable(T))
 VMPS_TRAIT(is_default_constructible, __is_constructible(T))
 #undef VMPS_TRAIT
@@ -121,6 +118,9 @@ template <class T, class... A>
 inline constexpr bool is_constructible_v = __is_constructible(T, A...);
 template <class... B>
 struct disjunction : bool_constant<(bool(B::value) || ...)> {};
+// Internal to Apple's headers, yet known to sources.
+template <class... B>
+using _disjunction = disjunction<B...>;
 template <class... B>
 struct conjunction : bool_constant<(bool(B::value) && ...)> {};
 template <class B>
