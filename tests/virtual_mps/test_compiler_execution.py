@@ -161,6 +161,21 @@ def test_faults_outside_of_kernels_stay_fatal(library):
     assert (result.stdout, result.returncode) == ("alive\n", -11)
 
 
+def test_faults_in_kernels_pass_by_a_fault_handler_installed_later(library):
+    code = (
+        "import faulthandler, numpy as np\n"
+        "from virtual_mps.executor import Library, MetalError\n"
+        "y = np.zeros(64, np.float32)\n"
+        f"kernel = Library({SOURCE!r}).kernel('twice')\n"
+        "kernel(y, y, threads=(64,))\n"
+        "faulthandler.enable()\n"
+        "try: kernel(None, y, threads=(64,))\n"
+        "except MetalError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "kernel 'twice', threadgroup (0, 0, 0): access to address" in result.stdout, result.stderr
+
+
 def test_a_stack_that_does_not_fit_is_refused():
     library = Library(
         HEADER

@@ -74,7 +74,9 @@ def code_flags(fast_math: bool) -> list[str]:
         "-ffloat16-excess-precision=none",
         "-Xclang",
         "-fbfloat16-excess-precision=none",
-        *(["-ffast-math"] if fast_math else []),
+        # Asked for it, Apple's compiler may assume that there is no NaN or infinity. That it does so in a given place
+        # is not something to imitate, and shaders that count on masks of -INFINITY do work there.
+        *(["-ffast-math", "-fno-finite-math-only"] if fast_math else []),
     ]
 
 

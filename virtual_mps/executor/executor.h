@@ -100,7 +100,7 @@ VMPS_API int vmps_kernel_waits(const vmps_kernel* kernel);  // has barriers or s
 
 typedef struct {
   void* data;   // NULL: nothing bound
-  size_t size;  // bytes from data to the end of the buffer
+  size_t size;  // bytes from data to the end of the buffer; not checked
 } vmps_binding;
 
 typedef struct {
@@ -111,9 +111,10 @@ typedef struct {
   uint32_t threads_per_threadgroup[3];
 } vmps_launch_args;
 
-// Runs the kernel to its end on the calling thread and the pool ($VIRTUAL_MPS_THREADS, default: all cores). Reads
-// `args` only until it returns. Returns 0, or -1 for a geometry the kernel cannot run with and for errors found while
-// running, such as a barrier that not all threads of a threadgroup reach; the rest of the grid is then not run.
+// Runs the kernel to its end on the calling thread and the pool ($VIRTUAL_MPS_THREADS, default: one a core, at most
+// 16). Reads `args` only until it returns. Returns 0, or -1 for a geometry the kernel cannot run with and for errors
+// found while running, such as a barrier that not all threads of a threadgroup reach; the rest of the grid is then not
+// run.
 VMPS_API int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** error);
 
 #ifdef __cplusplus

@@ -1,6 +1,9 @@
 #include "faults.h"
 
+#include <ucontext.h>
+
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <mutex>
 #include <string>
@@ -42,10 +45,21 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   }
 }
 
-// Runs on the lane's stack and leaves it for good, as longjmp would: the signal is not blocked meanwhile (SA_NODEFER).
+uintptr_t stack_pointer(const void* context) {
+  const mcontext_t& machine = static_cast<const ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+  return static_cast<uintptr_t>(machine.gregs[REG_RSP]);
+#elif defined(__aarch64__)
+  return machine.sp;
+#else
+#error "where does this machine keep its stack pointer?"
+#endif
+}
+
+// Leaves the lane for good, as longjmp would: the signal is not blocked meanwhile (SA_NODEFER).
 void on_fault(int signal, siginfo_t* info, void* context) {
   if (Worker* worker = Worker::running())
-    worker->abandon(describe(signal, info->si_addr));
+    worker->abandon(describe(signal, info->si_addr), stack_pointer(context));
   else
     pass_on(signal, info, context);
 }

@@ -19,6 +19,9 @@ using Clock = std::chrono::steady_clock;
 // much.
 constexpr auto kAlone = std::chrono::microseconds(20);
 
+// Each worker may come to hold 64 MiB of stacks.
+constexpr int kMostThreads = 16;
+
 class Grid {
  public:
   explicit Grid(const Launch& launch) : launch_(launch) {
@@ -128,7 +131,8 @@ struct Threads {
   Threads() : helpers(helper_count()) {}
   static unsigned helper_count() {
     const char* asked = std::getenv("VIRTUAL_MPS_THREADS");
-    const int threads = asked ? std::atoi(asked) : static_cast<int>(std::thread::hardware_concurrency());
+    const int cores = static_cast<int>(std::thread::hardware_concurrency());
+    const int threads = asked ? std::atoi(asked) : cores < kMostThreads ? cores : kMostThreads;
     return threads > 1 ? static_cast<unsigned>(threads - 1) : 0;
   }
 };

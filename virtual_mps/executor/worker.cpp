@@ -169,10 +169,13 @@ inline vmps_lane* Worker::after(vmps_lane* lane) {
   return next(simdgroup, lane->in_simdgroup);
 }
 
-void Worker::abandon(const std::string& failure) {
-  const vmps_lane* lane = lane_at(__builtin_frame_address(0));
-  failure_ = "thread (" + std::to_string(lane->position[0]) + ", " + std::to_string(lane->position[1]) + ", " +
-             std::to_string(lane->position[2]) + "): " + failure;
+void Worker::abandon(const std::string& failure, uintptr_t stack_pointer) {
+  failure_ = failure;
+  if (stack_pointer - reinterpret_cast<uintptr_t>(stacks_) < kStacks) {
+    const unsigned* at = lane_at(reinterpret_cast<void*>(stack_pointer))->position;
+    failure_ = "thread (" + std::to_string(at[0]) + ", " + std::to_string(at[1]) + ", " + std::to_string(at[2]) +
+               "): " + failure;
+  }
   vmps_lane never_continued;
   vmps_switch(&never_continued, &caller_);
 }

@@ -31,8 +31,8 @@ class Worker : vmps_threadgroup {
   // Runs one threadgroup of the grid. Returns what went wrong in it, or nothing.
   std::string run(const Launch& launch, const unsigned at[3]);
 
-  // Ends run() with `failure`. Called on the stack of the lane that cannot go on, from a signal handler.
-  void abandon(const std::string& failure);
+  // Ends run() with `failure`. Called from a signal handler, with the stack pointer at which the lane cannot go on.
+  void abandon(const std::string& failure, uintptr_t stack_pointer);
 
   static Worker& of(vmps_lane* lane) { return static_cast<Worker&>(*lane->group); }
   // The worker whose threadgroup runs on this OS thread, if any.
