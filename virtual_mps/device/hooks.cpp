@@ -104,6 +104,9 @@ C10_REGISTER_GUARD_IMPL(MPS, Guard)
 
 // PyTorch looks its hooks up under this very name. No `override` where the set of virtuals differs between releases.
 struct MPSHooks final : at::MPSHooksInterface {
+  MPSHooks() = default;
+  explicit MPSHooks(const at::MPSHooksArgs&) {}  // how PyTorch before 2.13 makes it
+
   void init() const override {}
   bool hasMPS() const override { return true; }
   bool isBuilt() const { return true; }
@@ -147,6 +150,7 @@ struct MPSHooks final : at::MPSHooksInterface {
   Device getDeviceFromPtr(void*) const override { return kDevice; }
 };
 
+using at::MPSHooksArgs;
 using at::MPSHooksInterface;
 using at::MPSHooksRegistry;
 using at::RegistererMPSHooksRegistry;

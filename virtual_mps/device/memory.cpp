@@ -13,6 +13,7 @@
 #include "../metal/buffer_c.h"
 #include "../metal/device_limits.h"
 #include "../metal/modes.h"
+#include "version.h"
 
 namespace vmps {
 namespace {
@@ -81,12 +82,14 @@ class DeviceAllocator final : public at::mps::IMPSAllocator {
     std::memcpy(buffer_contents(destination), buffer_contents(source), bytes);
   }
 
+#if VMPS_TORCH_VERSION >= 213
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t = {0, 0}) override { empty_cache(); }
+  void emptyCache(c10::MempoolId_t) override { empty_cache(); }
   void recordStream(const c10::DataPtr&, c10::Stream) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
+#endif
 
   void emptyCache() const { empty_cache(); }
   void freeInactiveBuffers() const {}
@@ -213,4 +216,8 @@ namespace at::mps {
 IMPSAllocator* getIMPSAllocator() { return &vmps::device_allocator(); }
 bool isMPSPinnedPtr(const void* data) { return vmps::is_pinned(data); }
 at::Allocator* GetMPSAllocator() { return &vmps::device_allocator(); }
+#if VMPS_TORCH_VERSION >= 214
+c10::Allocator* getMPSPinnedAllocator() { return &vmps::pinned_allocator(); }
+void* getMPSPinnedMTLBuffer(const void*) { return nullptr; }  // pinned memory is plain memory here
+#endif
 }  // namespace at::mps

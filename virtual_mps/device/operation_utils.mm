@@ -89,14 +89,14 @@ MPSScalar getMPSScalar(const Scalar& scalar, ScalarType type) {
     case kBFloat16:
       result.value.bf16 = scalar.to<BFloat16>();
       break;
-    case kBool:
-      result.value.b = scalar.to<bool>();
-      break;
     case kComplexFloat:
       result.value.cf = scalar.to<c10::complex<float>>();
       break;
     case kComplexHalf:
       result.value.ch = scalar.to<c10::complex<Half>>();
+      break;
+    case kBool:
+      result.value.i = scalar.to<bool>();
       break;
     case kUInt64:
       result.value.u = scalar.to<uint64_t>();

@@ -8,12 +8,12 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 
 #include "../executor/executor.h"
 #include "../metal/modes.h"
 #include "fallback.h"
 #include "memory.h"
+#include "version.h"
 
 namespace py = pybind11;
 
@@ -151,7 +151,7 @@ void define_shader_library(py::module_& m) {
   m.def("_mps_compileShader", [](const std::string& source) -> std::shared_ptr<MetalShaderLibrary> {
     return std::make_shared<DynamicMetalShaderLibrary>(source);
   });
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#if VMPS_TORCH_VERSION >= 213
   using at::native::mps::PrecompiledMetalShaderLibrary;
   m.def("_mps_loadMetalllib", [](const std::string& bytes) -> std::shared_ptr<MetalShaderLibrary> {
     return std::make_shared<PrecompiledMetalShaderLibrary>(std::vector<uint8_t>(bytes.begin(), bytes.end()));

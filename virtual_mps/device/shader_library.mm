@@ -2,11 +2,11 @@
 #include <ATen/core/TensorBase.h>
 #include <ATen/mps/MPSStream.h>
 #include <ATen/native/mps/MetalShaderLibrary.h>
-#include <torch/version.h>
 
 #include <cstdlib>
 
 #include "../metal/buffer_c.h"
+#include "version.h"
 
 namespace at::mps {
 void dispatch_sync_with_rethrow(dispatch_queue_t queue, void (^block)());
@@ -181,7 +181,7 @@ MetalKernelFunction* MetalShaderLibrary::getCachedKernelFunctionPtr(const std::s
 
 DynamicMetalShaderLibrary::~DynamicMetalShaderLibrary() = default;
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+#if VMPS_TORCH_VERSION >= 213
 bool MetalShaderLibrary::hasFunction(const std::string& name) {
   if (!functionNamesPopulated) {
     for (auto& known : getFunctionNames()) functionNames.insert(known);

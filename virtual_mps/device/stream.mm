@@ -4,11 +4,14 @@
 #include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 
+#include <array>
+#include <atomic>
 #include <exception>
 
 #include "../metal/dispatch.h"
 #include "../metal/modes.h"
 #include "memory.h"
+#include "version.h"
 
 namespace at::mps {
 
@@ -116,13 +119,47 @@ void MPSStream::addCompletedHandler(MTLCommandBufferHandler block) {
 
 MTLDevice_t MPSStream::device() const { return MTLCreateSystemDefaultDevice(); }
 
+namespace {
+
+MPSStream* new_stream(c10::StreamId id) { return new MPSStream(Stream(Stream::UNSAFE, vmps::kDevice, id)); }
+
+thread_local MPSStream* current_stream = nullptr;
+
+}  // namespace
+
 MPSStream* getDefaultMPSStream() {
-  static auto* stream = new MPSStream(Stream(Stream::DEFAULT, vmps::kDevice));
+  static auto* stream = new_stream(0);
   return stream;
 }
 
-MPSStream* getCurrentMPSStream() { return getDefaultMPSStream(); }
+MPSStream* getCurrentMPSStream() { return current_stream ? current_stream : getDefaultMPSStream(); }
 MPSStream* MPSStreamImpl::getInstance() { return getDefaultMPSStream(); }
+
+#if VMPS_TORCH_VERSION >= 214
+namespace {
+
+constexpr size_t kStreams = 32;
+std::atomic<size_t> streams_taken{0};
+
+MPSStream* pool_stream(size_t index) {
+  static auto* streams = [] {
+    auto* all = new std::array<MPSStream*, kStreams>;
+    for (size_t i = 0; i < kStreams; i++) (*all)[i] = new_stream(static_cast<c10::StreamId>(i + 1));
+    return all;
+  }();
+  return (*streams)[index];
+}
+
+}  // namespace
+
+void setCurrentMPSStream(MPSStream* stream) { current_stream = stream; }
+MPSStream* getStreamFromPool() { return pool_stream(streams_taken++ % kStreams); }
+
+void synchronizeAllMPSStreams(SyncType type) {
+  getDefaultMPSStream()->synchronize(type);
+  for (size_t i = 0; i < std::min(streams_taken.load(), kStreams); i++) pool_stream(i)->synchronize(type);
+}
+#endif
 
 MPSDevice::MPSDevice() : _mtl_device(MTLCreateSystemDefaultDevice()) {}
 MPSDevice::~MPSDevice() = default;
@@ -134,10 +171,25 @@ MPSDevice* MPSDevice::getInstance() {
 
 std::string MPSDevice::getName() const { return _mtl_device.name.UTF8String; }
 unsigned MPSDevice::getCoreCount() const { return 1; }
-bool MPSDevice::isMacOS13Plus(MacOSVersion version) const { return version <= MacOSVersion::MACOS_VER_15_0_PLUS; }
+
+// macOS 15.0, and an M2 (Apple family 8). The names of the versions differ between releases, their order does not.
+bool MPSDevice::isMacOS13Plus(MacOSVersion version) const {
+  constexpr auto kMacOS15_0 = static_cast<MacOSVersion>(1);
+  return version <= kMacOS15_0;
+}
 
 bool is_available() { return true; }
+
+#if VMPS_TORCH_VERSION >= 214
+bool is_macos_at_least(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
+bool has_mpp() { return false; }
+#else
 bool is_macos_13_or_newer(MacOSVersion version) { return MPSDevice::getInstance()->isMacOS13Plus(version); }
+#endif
+
+#if VMPS_TORCH_VERSION >= 213
+bool is_apple_family_or_newer(AppleGPUFamily family) { return family <= AppleGPUFamily::APPLE_8_PLUS; }
+#endif
 
 }  // namespace at::mps
 
@@ -150,8 +202,8 @@ at::mps::MPSStream* stream() { return at::mps::getDefaultMPSStream(); }
 
 namespace {
 
-// On the stream's queue, so that no other thread is encoding; or at once, if the caller already is a block of that queue,
-// as in PyTorch's tutorial, which calls torch::mps::commit() there.
+// On the stream's queue, so that no other thread is encoding; or at once, if the caller already is a block of that
+// queue, as in PyTorch's tutorial, which calls torch::mps::commit() there.
 void submit(SyncType type) {
   if (on_queue(stream()->queue())) return stream()->synchronize(type);
   at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
@@ -162,7 +214,13 @@ void submit(SyncType type) {
 }  // namespace
 
 void commit() { submit(SyncType::COMMIT); }
-void synchronize() { submit(SyncType::COMMIT_AND_WAIT); }
+
+void synchronize() {
+  submit(SyncType::COMMIT_AND_WAIT);
+#if VMPS_TORCH_VERSION >= 214
+  at::mps::synchronizeAllMPSStreams(SyncType::COMMIT_AND_WAIT);
+#endif
+}
 
 void* command_buffer() {
   stream()->endKernelCoalescing();  // the caller is about to make an encoder of its own
