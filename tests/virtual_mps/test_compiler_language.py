@@ -422,6 +422,27 @@ def test_overloads_on_address_spaces():
     np.testing.assert_array_equal(y, [1, 2, 3, 4])
 
 
+def test_packed_vectors():
+    run = kernel("""
+    struct Vertex { packed_float3 position; packed_half2 uv; };
+    kernel void k(const device Vertex* x [[buffer(0)]], device packed_float3* y [[buffer(1)]],
+                  uint i [[thread_position_in_grid]]) {
+      packed_float3 p = x[i].position;
+      p.x += 10;
+      p[1] *= 2;
+      y[i] = p + float3(half2(x[i].uv).y);
+    }""")
+    vertices = np.zeros(3, np.dtype([("position", np.float32, 3), ("uv", np.float16, 2)]))
+    vertices["position"] = np.arange(9).reshape(3, 3)
+    vertices["uv"][:, 1] = [0.5, 1, 2]
+    y = np.zeros((3, 3), np.float32)
+    run(vertices, y, threads=(3,))
+    expected = vertices["position"] * [1, 2, 1] + [10, 0, 0] + vertices["uv"][:, 1:]
+    np.testing.assert_array_equal(y, expected)
+    with pytest.raises(MetalError, match="program_source:3"):
+        kernel("kernel void k(device packed_float2* y [[buffer(0)]]) { y[0].z = 1; }")
+
+
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_vectors_at_the_alignment_of_their_elements(offset):
     run = kernel("""

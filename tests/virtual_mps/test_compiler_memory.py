@@ -250,7 +250,7 @@ def test_atomics_of_other_types():
                   device atomic_bool* b [[buffer(2)]], volatile device atomic_uint* v [[buffer(3)]],
                   device uint* won [[buffer(4)]], uint i [[thread_position_in_grid]]) {
       atomic_fetch_add_explicit(f, 0.5f, memory_order_relaxed);
-      atomic_fetch_max_explicit(u, ulong(i) << 40, memory_order_relaxed);
+      atomic_max_explicit(u, ulong(i) << 40, memory_order_relaxed);
       atomic_store_explicit(b, true, memory_order_relaxed);
       uint expected = 0;
       if (atomic_compare_exchange_weak_explicit(v, &expected, i + 1, memory_order_relaxed, memory_order_relaxed))

@@ -83,6 +83,8 @@ EXPRESSIONS = [
     ("quad_shuffle_down(x, 1)", by_quad(lambda q: q[[1, 2, 3, 3]])(X)),
     ("quad_shuffle_rotate_up(x, 1)", by_quad(lambda q: np.roll(q, 1))(X)),
     ("quad_shuffle_rotate_down(x, 1)", by_quad(lambda q: np.roll(q, -1))(X)),
+    ("quad_shuffle_and_fill_up(x, x + 100, 1)", filled(4, 1, True)),
+    ("quad_shuffle_and_fill_down(x, x + 100, 1)", filled(4, 1, False)),
     ("quad_all(x > 1) + 2 * quad_any(x > 8)", by_quad(lambda q: np.full(4, (q > 1).all() + 2 * (q > 8).any()))(X)),
     ("uint(ushort(quad_ballot(x > 4)))", by_quad(lambda q: np.full(4, np.sum((q > 4) << np.arange(4))))(X)),
     ("quad_is_first()", LANES % 4 == 0),

@@ -41,7 +41,7 @@ class Source:
         self.directives: list[tuple[int, int]] = []
         self._words: dict[int, bytes] = {}  # Metal's own, by offset: their stand-ins in the view may be shorter
         self.root = PARSER.parse(self._view()).root_node
-        self._lines = [0] + [m + 1 for m in range(len(self.text)) if self.text[m] == 0x0A]
+        self._lines = [0, *(m.end() for m in re.finditer(b"\n", self.text))]
         self._markers = self._read_markers()
 
     def _view(self) -> bytes:
@@ -130,13 +130,11 @@ class Edits:
     def delete(self, node: Node) -> None:
         self.replace(node.start_byte, node.end_byte, b"")
 
-    def apply(self, start: int = 0, end: int | None = None) -> bytes:
-        """The edited text between two offsets. Edits inside of a replaced stretch vanish with it."""
-        end = len(self._text) if end is None else end
-        result, at = [], start
+    def apply(self) -> bytes:
+        """The edited text. Edits inside of a replaced stretch vanish with it."""
+        result, at = [], 0
         for first, last, by in sorted(self._edits, key=lambda e: e[:2]):
-            if first < at or last > end:
-                continue
-            result += (self._text[at:first], by)
-            at = last
-        return b"".join([*result, self._text[at:end]])
+            if first >= at:
+                result += (self._text[at:first], by)
+                at = last
+        return b"".join([*result, self._text[at:]])

@@ -20,7 +20,8 @@ constexpr size_t kArena = VMPS_MAX_THREADGROUP_MEMORY + kArgumentAlignment * VMP
 // All bits set is a NaN in every floating type: what is read before it is written shows.
 constexpr int kPoison = 0xFF;
 
-thread_local Worker* running_worker = nullptr;
+// Read in a signal handler, which must not allocate: as other thread-local variables of a loaded library might.
+__attribute__((tls_model("initial-exec"))) thread_local Worker* running_worker = nullptr;
 
 unsigned lowest(unsigned mask) { return static_cast<unsigned>(__builtin_ctz(mask)); }
 unsigned highest(unsigned mask) { return 31 - static_cast<unsigned>(__builtin_clz(mask)); }

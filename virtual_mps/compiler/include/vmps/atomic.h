@@ -53,6 +53,14 @@ namespace metal {
   VMPS_FETCH(space, and, a& b)                                                                                     \
   VMPS_FETCH(space, or, a | b)                                                                                     \
   VMPS_FETCH(space, xor, a ^ b)                                                                                    \
+  template <class U>                                                                                               \
+  VMPS_INLINE void atomic_min_explicit(volatile space atomic<ulong>* p, U value, memory_order order) {             \
+    atomic_fetch_min_explicit(p, value, order);                                                                    \
+  }                                                                                                                \
+  template <class U>                                                                                               \
+  VMPS_INLINE void atomic_max_explicit(volatile space atomic<ulong>* p, U value, memory_order order) {             \
+    atomic_fetch_max_explicit(p, value, order);                                                                    \
+  }                                                                                                                \
   template <class T, class U>                                                                                      \
   VMPS_INLINE void atomic_store_explicit(volatile space atomic<T>* p, U value, memory_order) {                     \
     T b = T(value);                                                                                                \

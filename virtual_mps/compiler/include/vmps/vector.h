@@ -181,9 +181,17 @@ struct packed_vec {  // no padding, the alignment of its scalar
   }
   constexpr T& operator[](int i) { return elements[i]; }
   constexpr const T& operator[](int i) const { return elements[i]; }
-#define VMPS_PACKED_COMPONENT(name, i)                        \
-  constexpr T vmps_get_##name() const { return elements[i]; } \
-  constexpr void vmps_put_##name(T v) { elements[i] = v; }    \
+#define VMPS_PACKED_COMPONENT(name, i) \
+  constexpr T vmps_get_##name() const  \
+    requires(i < N)                    \
+  {                                    \
+    return elements[i];                \
+  }                                    \
+  constexpr void vmps_put_##name(T v)  \
+    requires(i < N)                    \
+  {                                    \
+    elements[i] = v;                   \
+  }                                    \
   __declspec(property(get = vmps_get_##name, put = vmps_put_##name)) T name;
   VMPS_PACKED_COMPONENT(x, 0)
   VMPS_PACKED_COMPONENT(y, 1)
