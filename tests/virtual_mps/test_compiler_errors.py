@@ -1,6 +1,7 @@
 """Bad input: what the message says, and that it costs nothing but an exception."""
 
 import os
+import platform
 import stat
 
 import numpy as np
@@ -34,6 +35,14 @@ def test_no_clang_seen_through_the_c_interface(monkeypatch, empty_cache):
     monkeypatch.setenv("VIRTUAL_MPS_CLANG", "no-such-clang")
     with pytest.raises(MetalError, match="no-such-clang was not found: apt install clang-19"):
         Library(GOOD + "\n")
+
+
+def test_an_old_processor():
+    new = "processor : 0\nflags : fpu avx avx2 bmi1 bmi2 f16c fma\n"
+    toolchain.check_machine(new)
+    if platform.machine() == "x86_64":
+        with pytest.raises(CompileError, match="this processor lacks avx2, fma; x86-64-v3 is needed"):
+            toolchain.check_machine(new.replace(" avx2", "").replace(" fma", ""))
 
 
 def test_no_python(monkeypatch, empty_cache):

@@ -57,7 +57,7 @@ def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], outp
     if kernel is None:
         raise CompileError(_no_such_kernel(name, offer))
     literals = _constant_literals(offer, values)
-    code = _translation_unit(source, offer, literals, _entry(offer, kernel, literals))
+    code = _translation_unit(source, offer, literals, _entry(kernel))
     with cache.new_file(output) as scratch:
         assembly = scratch.with_suffix(".s")
         try:
@@ -106,21 +106,15 @@ def _check(source: Source, offer: kernels.Offer) -> None:
     _clang(_translation_unit(source, offer, {}, ""), ["-fsyntax-only"])
 
 
-def _entry(offer: kernels.Offer, kernel: kernels.Kernel, literals: Mapping[str, str]) -> str:
+def _entry(kernel: kernels.Kernel) -> str:
     """Code that tells the executor how to call the kernel."""
     sources, image = [], []
     for p in kernel.parameters:
         origin = {"buffer": "buffer", "threadgroup": "threadgroup_memory"}.get(p.kind, p.attribute)
-        if p.function_constant:
-            # A constant expression of the source, so the branch not taken costs nothing.
-            given = p.function_constant
-            sources.append(f"{{({given}) ? vmps::source::{origin} : vmps::source::absent, {p.index}}}")
-        else:
-            given = "true"
-            sources.append(f"{{vmps::source::{origin}, {p.index}}}")
+        sources.append(f"{{{_if_present(p, f'vmps::source::{origin}', 'vmps::source::absent')}, {p.index}}}")
         if p.kind != "builtin":
-            kind = {"buffer": 0, "threadgroup": 1}[p.kind]
-            image.append(f'{{({given}) ? {kind} : -1, {p.index}, "{p.name}"}}')
+            kind = {"buffer": "0", "threadgroup": "1"}[p.kind]
+            image.append(f'{{{_if_present(p, kind, "-1")}, {p.index}, "{p.name}"}}')
     # Both lists end with an entry that stands for nothing: C++ has no empty arrays.
     sources.append("{vmps::source::absent, 0}")
     image.append("{-1, 0, nullptr}")
@@ -129,6 +123,12 @@ def _entry(offer: kernels.Offer, kernel: kernels.Kernel, literals: Mapping[str, 
         f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join(image)}}};\n"
         f"VMPS_KERNEL({kernel.max_threads}, {kernel.expression})"
     )
+
+
+def _if_present(parameter: kernels.Parameter, given: str, absent: str) -> str:
+    """The function constant that a parameter depends on may itself be computed from others: let clang decide."""
+    condition = parameter.function_constant
+    return f"({condition}) ? {given} : {absent}" if condition else given
 
 
 def _clang(code: str, arguments: Sequence[str]) -> None:

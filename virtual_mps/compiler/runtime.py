@@ -33,6 +33,7 @@ def build_runtime(boost_fibres: bool = False) -> Path:
     library = folder / "libvmps_executor.so"
     if library.exists():
         return library
+    toolchain.check_machine(Path("/proc/cpuinfo").read_text())
     with cache.new_file(library) as output:
         command = [
             toolchain.clang(),

@@ -34,6 +34,15 @@ def machine_flags() -> list[str]:
     return ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
 
 
+def check_machine(cpuinfo: str) -> None:
+    """cpuinfo: the content of /proc/cpuinfo."""
+    if platform.machine() != "x86_64":
+        return
+    flags = next((line.split() for line in cpuinfo.splitlines() if line.startswith("flags")), [])
+    if missing := [name for name in ("avx2", "bmi2", "f16c", "fma") if name not in flags]:
+        raise CompileError(f"virtual_mps: this processor lacks {', '.join(missing)}; x86-64-v3 is needed")
+
+
 def target_triple() -> str:
     return f"{platform.machine()}-unknown-linux-gnu"
 

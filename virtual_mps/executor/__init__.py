@@ -46,7 +46,9 @@ class _Binding(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
-class _LaunchArgs(ctypes.Structure):
+class LaunchArgs(ctypes.Structure):
+    """vmps_launch_args."""
+
     _fields_ = (
         ("buffers", _Binding * MAX_BINDINGS),
         ("threadgroup_memory", ctypes.c_uint32 * MAX_BINDINGS),
@@ -83,7 +85,7 @@ def load(runtime: Path | None = None) -> ctypes.CDLL:
     api.vmps_kernel_static_threadgroup_memory.restype = ctypes.c_uint32
     api.vmps_kernel_waits.argtypes = [pointer]
     api.vmps_kernel_waits.restype = ctypes.c_int
-    api.vmps_launch.argtypes = [pointer, ctypes.POINTER(_LaunchArgs), error]
+    api.vmps_launch.argtypes = [pointer, ctypes.POINTER(LaunchArgs), error]
     api.vmps_launch.restype = ctypes.c_int
     package_parent = Path(__file__).resolve().parents[2]
     api.vmps_configure(os.fsencode(sys.executable), os.fsencode(package_parent), None)
@@ -186,7 +188,7 @@ class Kernel:
         threadgroup_memory: Mapping[int, int] | None = None,
     ) -> None:
         """Binds the arrays to slots 0, 1, ... and runs a grid of threadgroups, or of threads with cut edges."""
-        args = _LaunchArgs()
+        args = LaunchArgs()
         # Scalars become arrays, which must live until the kernel has run.
         arrays = [None if b is None else b if isinstance(b, np.ndarray) else np.atleast_1d(b) for b in buffers]
         for slot, array in zip(args.buffers, arrays, strict=False):
@@ -203,7 +205,8 @@ class Kernel:
                 field[:] = (*given, 1, 1)[:3]
         self.launch(args)
 
-    def launch(self, args: _LaunchArgs) -> None:
+    def launch(self, args: LaunchArgs) -> None:
+        """Runs a grid whose arguments are all filled in."""
         error = ctypes.c_void_p()
         self._api.vmps_launch(self._handle, ctypes.byref(args), ctypes.byref(error))
         _check(self._api, error)

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -104,7 +105,7 @@ class Helpers {
   }
 
  private:
-  void serve() {
+  void serve() try {
     Worker worker;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -117,6 +118,8 @@ class Helpers {
       lock.lock();
       if (--busy_ == 0) done_.notify_all();
     }
+  } catch (const std::bad_alloc&) {
+    // No memory for its stacks: the others do the work.
   }
 
   std::mutex mutex_;
