@@ -39,7 +39,8 @@ def activate(**modes: bool) -> None:
 
     Args:
         strict, poison, deferred, validation: switches, described by `modes()`. What is not given is taken from
-            the environment (`VIRTUAL_MPS_STRICT=1` and so on), and is off without it.
+            the environment (`VIRTUAL_MPS_STRICT=1` and so on, or Apple's own `MTL_DEBUG_LAYER=1` for validation), and
+            is off without it.
 
     Raises:
         EnvironmentProblem: clang, GNUstep or a supported PyTorch is missing.
@@ -50,7 +51,8 @@ def activate(**modes: bool) -> None:
     if _native is None:
         from . import _load
 
-        wanted = {name: os.environ.get(f"VIRTUAL_MPS_{name.upper()}", "0") not in ("", "0") for name in _MODES}
+        wanted = {name: _is_set(f"VIRTUAL_MPS_{name.upper()}") for name in _MODES}
+        wanted["validation"] |= _is_set("MTL_DEBUG_LAYER")
         _native = _load.load()
         modes = wanted | modes
     for name, on in modes.items():
@@ -88,5 +90,9 @@ def stock_op_calls() -> int:
 
 def _autoload() -> None:
     """What PyTorch's `torch.backends` entry point calls at the end of `import torch`."""
-    if os.environ.get("VIRTUAL_MPS", "0") not in ("", "0"):
+    if _is_set("VIRTUAL_MPS"):
         activate()
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")

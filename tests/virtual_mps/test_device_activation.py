@@ -74,6 +74,8 @@ def test_modes(mps):
     )
     result = run(code, VIRTUAL_MPS_POISON="1", VIRTUAL_MPS_STRICT="0")
     assert result.stdout == "['poison']\n", result.stderr
+    ask = "import virtual_mps as v; v.activate(); print([name for name, (state, _) in v.modes().items() if state])"
+    assert run(ask, MTL_DEBUG_LAYER="1").stdout == "['validation']\n"
     with pytest.raises(TypeError, match="no mode nonsense"):
         mps.activate(nonsense=True)
 
@@ -87,6 +89,14 @@ def test_a_process_ends_quietly_with_work_pending(mps):
     )
     result = run(code)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
+
+
+def test_the_command_line_builds(mps):
+    result = subprocess.run(
+        [sys.executable, "-m", "virtual_mps", "build"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    native, executor = map(Path, result.stdout.split())
+    assert (native / "_virtual_mps.so").exists() and (native / "module.o").exists() and executor.exists()
 
 
 ACTIVATE = "import virtual_mps\ntry: virtual_mps.activate()\nexcept virtual_mps.EnvironmentProblem as e: print(e)"

@@ -48,6 +48,7 @@ WRONG_ALWAYS = {
     "host_pointer_as_buffer": "not an MTLBuffer; is it the data of a CPU tensor",
     "blit_out_of_range": r"bytes 0\+8 are not within the buffer",
     "exception_in_dispatch_sync": "a C\\+\\+ exception left the block: thrown inside",
+    "exception_in_dispatch_async": "an exception left an earlier block: thrown inside",
     "dispatch_sync_on_the_same_queue": "deadlock",
 }
 

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -29,13 +30,17 @@ struct vmps_dispatch_queue : Object {
   bool busy = false, started = false;
   const bool concurrent;
   std::thread::id owner;
+  std::exception_ptr failure;  // of asynchronous work: given to whoever next waits for the queue
 
   explicit vmps_dispatch_queue(bool concurrent_ = false) : concurrent(concurrent_) {}
 
   bool removable() const override { return !started; }  // the thread of a queue never ends
 
   void run(const std::function<void()>& work) {
-    if (concurrent) return work();
+    if (concurrent) {
+      rethrow_failure();
+      return work();
+    }
     if (owner == std::this_thread::get_id())
       vmps::assertion_failed("dispatch_sync", "called on a queue that the current thread already runs on (deadlock)");
     {
@@ -48,7 +53,31 @@ struct vmps_dispatch_queue : Object {
       vmps_dispatch_queue* queue;
       ~Leave() { queue->leave(); }
     } leave{this};
+    rethrow_failure();
     work();
+  }
+
+  void rethrow_failure() {
+    std::exception_ptr thrown;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      std::swap(thrown, failure);
+    }
+    if (!thrown) return;
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::exception& error) {
+      vmps::assertion_failed("dispatch_async", std::string("an exception left an earlier block: ") + error.what());
+    }
+  }
+
+  void run_alone(const std::function<void()>& work) {
+    try {
+      work();
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
+    }
   }
 
   void leave() {
@@ -61,7 +90,7 @@ struct vmps_dispatch_queue : Object {
   }
 
   void append(std::function<void()> work) {
-    if (concurrent) return std::thread(std::move(work)).detach();
+    if (concurrent) return std::thread([this, work = std::move(work)] { run_alone(work); }).detach();
     std::lock_guard<std::mutex> lock(mutex);
     pending.push_back(std::move(work));
     if (!started) {
@@ -82,7 +111,7 @@ struct vmps_dispatch_queue : Object {
         busy = true;
       }
       owner = std::this_thread::get_id();
-      work();
+      run_alone(work);
       leave();
     }
   }

@@ -28,8 +28,9 @@ static id autorelease_with_pool(id self, SEL selector) {
 
 @implementation VMPSPool
 + (void)load {
-  current_pool = ivar_getOffset(class_getInstanceVariable([NSThread class], "_autorelease_vars")) +
-                 offsetof(struct autorelease_thread_vars, current_pool);
+  Ivar variables = class_getInstanceVariable([NSThread class], "_autorelease_vars");
+  if (!variables) return;  // another GNUstep: its lines on stderr are not worth a failure
+  current_pool = ivar_getOffset(variables) + offsetof(struct autorelease_thread_vars, current_pool);
   add_object = class_replaceMethod(object_getClass([NSAutoreleasePool class]), @selector(addObject:),
                                    reinterpret_cast<IMP>(add_object_with_pool), "v24@0:8@16");
   autorelease = class_replaceMethod([NSObject class], @selector(autorelease),

@@ -456,6 +456,15 @@ std::map<std::string, std::function<void()>> wrong_uses() {
            TORCH_CHECK(false, "thrown inside");
          });
        }},
+      {"exception_in_dispatch_async",
+       [] {
+         dispatch_queue_t serial = dispatch_queue_create("test", DISPATCH_QUEUE_SERIAL);
+         dispatch_async(serial, ^{
+           TORCH_CHECK(false, "thrown inside");
+         });
+         dispatch_sync(serial, ^{
+                       });
+       }},
       {"dispatch_sync_on_the_same_queue",
        [] {
          dispatch_queue_t serial = dispatch_queue_create("test", DISPATCH_QUEUE_SERIAL);
