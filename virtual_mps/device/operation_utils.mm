@@ -22,6 +22,10 @@ void MPSProfiler::beginProfileGPUInterval(const void*) {}
 void MPSProfiler::endProfileKernel(const void*, SyncType) {}
 bool MPSProfiler::isCaptureEnabled() const { return false; }
 bool MPSProfiler::isCapturing() const { return false; }
+void MPSProfiler::startCapture(const std::string&, MPSStream*) {
+  TORCH_CHECK(false, "virtual_mps cannot capture a GPU trace; ask isCaptureEnabled() first");
+}
+void MPSProfiler::stopCapture(MPSStream*) {}
 }  // namespace Profiler
 
 }  // namespace at::mps

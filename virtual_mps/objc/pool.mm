@@ -35,5 +35,6 @@ static id autorelease_with_pool(id self, SEL selector) {
                                    reinterpret_cast<IMP>(add_object_with_pool), "v24@0:8@16");
   autorelease = class_replaceMethod([NSObject class], @selector(autorelease),
                                     reinterpret_cast<IMP>(autorelease_with_pool), "@16@0:8");
+  make_sure_of_a_pool();  // for this thread, whatever of Foundation goes past these methods
 }
 @end
