@@ -90,6 +90,12 @@ kernel void k(device float* y [[buffer(0)]]) {
         Library(source)
 
 
+def test_columns_survive_deleted_attributes():
+    line = "kernel void k(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) { y[i] = missing; }"
+    with pytest.raises(MetalError, match=rf"^program_source:3:{line.index('missing') + 1}: error: use of undeclared"):
+        Library(HEADER + line)
+
+
 def test_errors_speak_metal():
     with pytest.raises(MetalError) as error:
         Library(HEADER + "kernel void k(device float* y [[buffer(0)]]) { threadgroup float* p = y; }")

@@ -127,6 +127,24 @@ def test_quantised_matrix_vector_product():
     np.testing.assert_allclose(y.astype(np.float64), weights @ x.astype(np.float64), rtol=2**-9, atol=0.05)
 
 
+def test_everyday_constructs():
+    derived = np.dtype(
+        {
+            "names": ["a", "v", "h"],
+            "formats": [np.float32, (np.float32, 4), (np.float16, 3)],
+            "offsets": [0, 16, 32],
+            "itemsize": 48,
+        }
+    )
+    d = np.zeros(1, derived)
+    d["a"], d["v"], d["h"] = 3, [1, 2, 3, 4], [1, 2, 0.5]
+    y, seen = np.zeros(17, np.float32), np.zeros(1, np.uint32)
+    run = library("everyday").kernel("everyday")
+    run(y, d, np.arange(8, dtype=np.float16), np.uint8(3), seen, threads=(1,))
+    np.testing.assert_array_equal(y, [10, 127, 307, 10.5, 12, 3, 0, 1, 9, 0, 0, 5.5, 2, 14, 5, 4, 13])
+    assert seen[0] == 6
+
+
 @pytest.fixture(scope="module")
 def c10():
     return library("c10")

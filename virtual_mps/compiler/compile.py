@@ -151,7 +151,9 @@ def _readable(message: str) -> str:
         line.removeprefix(headers)
         for line in message.splitlines()
         if not (headers in line and (": note: " in line or line.startswith("In file included from")))
+        and not line.startswith("In file included from <stdin>")
         and not (line.startswith(f"{ENTRY}:") and ": note: " in line)
+        and not line.endswith((" error generated.", " errors generated."))
     ]
     return "\n".join(told)
 

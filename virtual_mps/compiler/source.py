@@ -128,7 +128,10 @@ class Edits:
         self.replace(at, at, text)
 
     def delete(self, node: Node) -> None:
-        self.replace(node.start_byte, node.end_byte, b"")
+        """Leaves blanks, so that what follows in the line keeps its column."""
+        lines = self._text[node.start_byte : node.end_byte].split(b"\n")
+        blank = b"\n".join(b" " * len(line) for line in lines)
+        self._edits.append((node.start_byte, node.end_byte, blank))
 
     def apply(self) -> bytes:
         """The edited text. Edits inside of a replaced stretch vanish with it."""
