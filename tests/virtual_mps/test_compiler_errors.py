@@ -148,7 +148,7 @@ def test_files_do(tmp_path):
         GOOD.replace("y[i] = 1", "y[i] = SCALE + kBias").replace("<metal_stdlib>", '<metal_stdlib>\n#include "scale.h"')
     )
     text = preprocess_module.preprocess(main, ["BIAS=0.5"], [str(tmp_path / "inner")])
-    with pytest.raises(MetalError, match=r"bias.h:2:31: error: use of undeclared identifier 'nothing'"):
+    with pytest.raises(MetalError, match=r"bias.h:2:24: error: use of undeclared identifier 'nothing'"):
         Library(text, preprocessed=True)
     (tmp_path / "bias.h").write_text("constant float kBias = BIAS;\n")
     y = np.zeros(4, np.float32)

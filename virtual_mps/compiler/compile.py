@@ -98,8 +98,15 @@ def _no_such_kernel(name: str, offer: kernels.Offer) -> str:
 
 
 def _translation_unit(source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str) -> str:
+    """The source's functions are internal, so that code is generated only for what the entry needs."""
     body = rewrite(source, offer, literals).apply().decode()
-    return f'#include "vmps/metal.h"\n{body}\n# 1 "{ENTRY}"\n{entry}\n'
+    return f"""#include "vmps/metal.h"
+#pragma clang attribute push(__attribute__((internal_linkage)), apply_to = function)
+{body}
+# 1 "{ENTRY}"
+#pragma clang attribute pop
+{entry}
+"""
 
 
 def _check(source: Source, offer: kernels.Offer) -> None:

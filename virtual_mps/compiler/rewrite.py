@@ -20,7 +20,6 @@ _CONSTRUCTS = query(
     (compound_statement (declaration) @local)
     (parameter_declaration) @parameter
     [(function_declarator) (abstract_function_declarator)] @function_declarator
-    (function_definition) @definition
     """
 )
 _SUFFIXES = {b"h": b"half", b"H": b"half", b"bf": b"bfloat", b"BF": b"bfloat"}
@@ -51,8 +50,6 @@ def rewrite(source: Source, offer: Offer, constants: Mapping[str, str]) -> Edits
     for node in found.get("parameter", []):
         _array_parameter(source, node, edits)
     _member_qualifiers(source, found.get("function_declarator", []), edits)
-    for node in found.get("definition", []):
-        _inline(source, node, edits)
     return edits
 
 
@@ -194,12 +191,3 @@ def _member(declarator: Node) -> Node | None:
             return node
         node = node.parent
     return None
-
-
-def _inline(source: Source, node: Node, edits: Edits) -> None:
-    """Code is generated for what the kernel asked for needs, and for no other function of the source."""
-    outer = node.parent.parent if node.parent.type == "template_declaration" else node.parent
-    if outer.type in ("field_declaration_list", "friend_declaration"):
-        return
-    first = next(c for c in node.children if c.type != "attribute_declaration")
-    edits.insert(first.start_byte, b"inline ")
