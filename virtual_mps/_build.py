@@ -50,7 +50,8 @@ def torch_root() -> Path:
 
 
 def sources() -> list[Path]:
-    return sorted(file for folder in ("device", "metal", "objc") for file in (PACKAGE / folder).glob("*.[cm][pm]*"))
+    folders = (PACKAGE / name for name in ("device", "metal", "objc"))
+    return sorted(file for folder in folders for file in folder.iterdir() if file.suffix in (".cpp", ".mm"))
 
 
 def _inputs() -> list[Path]:
@@ -86,7 +87,12 @@ def native() -> Path:
     folder = cache.root() / "native" / key[:16]
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"virtual_mps cannot write its cache, {cache.root()} ({error.strerror}): set VIRTUAL_MPS_CACHE to a folder"
+        ) from None
     # Building twice at once would be harmless, and slow.
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -37,6 +37,11 @@ def _import_globally(name: str, path: os.PathLike) -> ModuleType:
     sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
     try:
         module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"virtual_mps: the native half does not load: {error}. "
+            "If a library is missing: apt install libgnustep-base-dev gobjc"
+        ) from None
     finally:
         sys.setdlopenflags(flags)
     spec.loader.exec_module(module)

@@ -229,6 +229,23 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
     assert not [path for path in (tmp_path / "native").rglob("*") if path.suffix != ".lock"]
 
 
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    from virtual_mps import EnvironmentProblem, _build
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VIRTUAL_MPS_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(EnvironmentProblem, match="set VIRTUAL_MPS_CACHE to a folder"):
+        _build.native()
+
+
+def test_a_native_half_that_does_not_load(tmp_path):
+    from virtual_mps import EnvironmentProblem, _load
+
+    (tmp_path / "broken.so").write_bytes(b"\x7fELF")
+    with pytest.raises(EnvironmentProblem, match=r"does not load.*apt install libgnustep-base-dev"):
+        _load._import_globally("broken", tmp_path / "broken.so")
+
+
 def test_real_kernels_are_read_from_pytorch():
     from virtual_mps._real_kernels import real_kernels
 

@@ -231,6 +231,14 @@ def test_save_load_pickle_deepcopy():
         torch.UntypedStorage("nonsense", device="mps")
 
 
+def test_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    weight = torch.randn(3, 2, device="mps")
+    safetensors.save_file({"weight": weight}, tmp_path / "t.safetensors")
+    loaded = safetensors.load_file(tmp_path / "t.safetensors", device="mps")["weight"]
+    assert loaded.is_mps and torch.equal(loaded.cpu(), weight.cpu())
+
+
 def test_memory_figures():
     gc.collect()
     torch.mps.empty_cache()

@@ -293,8 +293,3 @@ id<MTLCommandQueue> vmps::new_command_queue() { return [VMPSCommandQueue new]; }
   [root encodeWaitForEvent:event value:value];
 }
 @end
-
-@implementation MPSKernel
-@end
-@implementation MPSNDArray
-@end
