@@ -185,6 +185,18 @@ def test_ternary_operands_in_different_address_spaces():
     np.testing.assert_array_equal(y, [[1, 2, 3, 4], [1, 2, 3, 3], [5, 5, 5, 5], [1, 2, 3, 4]])
 
 
+def test_ternaries_of_calls_that_return_nothing():
+    run = kernel("""
+    void set(device float* y, float v) { *y = v; }
+    void nothing() {}
+    kernel void k(device float* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+      i % 2 ? set(y + i, 1) : nothing();
+    }""")
+    y = np.zeros(4, np.float32)
+    run(y, threads=(4,))
+    np.testing.assert_array_equal(y, [0, 1, 0, 1])
+
+
 def test_members_qualified_by_address_space():
     run = kernel("""
     struct Complex {

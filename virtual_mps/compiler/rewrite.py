@@ -92,10 +92,10 @@ def _suffixed_literal(source: Source, node: Node, edits: Edits) -> None:
 
 
 def _ternary(node: Node, edits: Edits) -> None:
-    """See vmps::value."""
+    """See vmps::value. Calls give values already, or nothing at all."""
     for name in ("consequence", "alternative"):
         branch = node.child_by_field_name(name)
-        if branch is not None and branch.type not in ("number_literal", "null"):
+        if branch is not None and branch.type not in ("number_literal", "null", "call_expression"):
             edits.insert(branch.start_byte, b"vmps::value(")
             edits.insert(branch.end_byte, b")")
 
