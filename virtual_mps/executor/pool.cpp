@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
@@ -84,10 +85,24 @@ class WorkerStore {
   std::vector<std::unique_ptr<Worker>> idle_;
 };
 
+// Wherever other work is about, Linux wakes a helper on the processor of the thread that wakes it, and there the two
+// would take turns. Without that processor to choose it runs beside it.
+void stay_away_from(int processor) {
+  cpu_set_t allowed;
+  if (processor < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  CPU_CLR(static_cast<unsigned>(processor), &allowed);
+  if (CPU_COUNT(&allowed) > 0) sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 class Helpers {
  public:
   explicit Helpers(unsigned count) {
-    for (unsigned i = 0; i < count; i++) std::thread([this] { serve(); }).detach();
+    const int here = sched_getcpu();
+    for (unsigned i = 0; i < count; i++)
+      std::thread([this, here] {
+        stay_away_from(here);
+        serve();
+      }).detach();
   }
 
   // Only one grid at a time has the helpers; any other runs on the thread that launched it.
