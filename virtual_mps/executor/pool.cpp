@@ -21,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 // much.
 constexpr auto kAlone = std::chrono::microseconds(20);
 
-// Each worker may come to hold 64 MiB of stacks.
+// Each worker may come to hold 64 MiB of stacks, if kernels have that many local variables.
 constexpr int kMostThreads = 16;
 
 class Grid {

@@ -11,12 +11,13 @@
 namespace vmps {
 namespace {
 
-constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kStacks = size_t{VMPS_STACK_SIZE} * VMPS_MAX_LANES;
 constexpr size_t kCacheLine = 64;
 // Dynamic threadgroup memory starts at multiples of this, so each argument may lose almost as much.
 constexpr size_t kArgumentAlignment = 128;
 constexpr size_t kArena = VMPS_MAX_THREADGROUP_MEMORY + kArgumentAlignment * VMPS_SLOTS;
+// Room to align the stacks to their size; only what kernels touch becomes memory.
+constexpr size_t kMapping = kStacks + VMPS_STACK_SIZE + kArena;
 // All bits set is a NaN in every floating type: what is read before it is written shows.
 constexpr int kPoison = 0xFF;
 
@@ -36,13 +37,10 @@ unsigned pick(unsigned mask, unsigned after) {
 }  // namespace
 
 Worker::Worker() {
-  const size_t mapped = kStacks + kHugePage + kArena;
-  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, kMapping, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   mapping_ = static_cast<char*>(memory);
-  // Hundreds of stacks on small pages thrash the TLB.
-  stacks_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(mapping_) + kHugePage - 1) & ~(kHugePage - 1));
-  madvise(stacks_, kStacks, MADV_HUGEPAGE);
+  stacks_ = mapping_ + (-reinterpret_cast<uintptr_t>(mapping_) & (VMPS_STACK_SIZE - 1));
   arena_ = stacks_ + kStacks;
 
   std::memset(lanes_, 0, sizeof lanes_);
@@ -58,7 +56,7 @@ Worker::Worker() {
   for (unsigned s = 0; s < VMPS_MAX_LANES / VMPS_SIMD_LANES; s++) simdgroups_[s].lanes = lanes_ + s * VMPS_SIMD_LANES;
 }
 
-Worker::~Worker() { munmap(mapping_, kStacks + kHugePage + kArena); }
+Worker::~Worker() { munmap(mapping_, kMapping); }
 
 Worker* Worker::running() { return running_worker; }
 
