@@ -1,0 +1,53 @@
+// The only way to the GPU: `dispatch` encodes one kernel on PyTorch's MPS stream.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace torch_metalk {
+
+// What a kernel declares in one of its slots: a tensor, an absent optional, or plain bytes.
+class Argument {
+ public:
+  Argument(const at::Tensor& tensor) : tensor_(&tensor) {}  // NOLINT: implicit, so that a call reads like one
+  Argument(const std::optional<at::Tensor>& tensor) : tensor_(tensor ? &*tensor : nullptr) {}  // NOLINT
+  template <typename T, std::enable_if_t<std::is_trivially_copyable_v<T>, int> = 0>
+  Argument(const T& value) : bytes_(&value), size_(sizeof(T)) {}  // NOLINT
+
+  const at::Tensor* tensor() const { return tensor_; }
+  const void* bytes() const { return bytes_; }
+  size_t size() const { return size_; }
+
+ private:
+  const at::Tensor* tensor_ = nullptr;
+  const void* bytes_ = nullptr;
+  size_t size_ = 0;
+};
+
+struct Launch {
+  const char* library;          // the shader's file name without suffix
+  std::string kernel;           // the kernel's host_name
+  std::vector<bool> constants;  // function constants from index 0
+  std::array<uint64_t, 3> threadgroups;
+  uint32_t threads;  // threads per threadgroup
+  uint32_t threadgroup_bytes = 0;
+  bool after_previous = false;  // reads what the previous dispatch of the same operator wrote
+};
+
+// Encodes `launch` with its arguments in slot order, on the current stream's own encoder. Whole threadgroups only.
+// Never ends the encoder, commits or waits. Allocate outputs and make copies before: ATen operators end the encoder.
+void dispatch(const Launch& launch, std::initializer_list<Argument> arguments);
+
+// The largest threadgroup that the pipeline of this kernel takes on this device.
+uint32_t max_threads(const Launch& launch);
+
+// "float", "half" or "bfloat": how a dtype is called in the names of kernels.
+const char* metal_type(at::ScalarType dtype);
+
+}  // namespace torch_metalk

@@ -1,0 +1,29 @@
+// Four neighbouring elements at a time, as float32.
+#pragma once
+
+#include <metal_stdlib>
+
+// Elements i to i + 3 of a row of `count`. The vectorised form needs a row that starts at a multiple of 4 elements and
+// a count that is one; the other takes any, and gives 0 for what lies behind the end.
+template <typename T>
+inline float4 load4(device const T* row, uint i, uint count, bool vectorized) {
+  if (vectorized) {
+    return float4(*reinterpret_cast<device const metal::vec<T, 4>*>(row + i));
+  }
+  float4 values = 0.0f;
+  for (uint k = 0; k < 4 && i + k < count; ++k) {
+    values[k] = float(row[i + k]);
+  }
+  return values;
+}
+
+template <typename T>
+inline void store4(device T* row, uint i, uint count, bool vectorized, float4 values) {
+  if (vectorized) {
+    *reinterpret_cast<device metal::vec<T, 4>*>(row + i) = metal::vec<T, 4>(values);
+    return;
+  }
+  for (uint k = 0; k < 4 && i + k < count; ++k) {
+    row[i + k] = T(values[k]);
+  }
+}

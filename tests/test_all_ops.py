@@ -1,0 +1,88 @@
+"""What holds for all operators alike and needs them side by side: many rows, several threads, calls among stock ops."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests import test_attention, test_geglu, test_lora_linear, test_rms_norm, test_rope, test_rope_positions
+from tests.operators import assert_rounding_only
+from torch_metalk import ops
+from torch_metalk.ops._operator import OPERATORS
+
+ROWS = 65_537 * 2  # more than a 16-bit index or grid dimension can count
+
+
+def angles(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    angle = (torch.arange(x.shape[0] * 2, device=x.device).view(-1, 2).repeat(1, 2) % 7).to(x.dtype)
+    return {"cos": angle.cos(), "sin": angle.sin()}
+
+
+def heads(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"q": x[None, None], "k": x[None, None, :3], "v": x[None, None, :3]}
+
+
+def adapter(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    eye = torch.eye(4, dtype=x.dtype, device=x.device)
+    return {"base_out": x, "lora_a": eye, "lora_b": eye, "scaling": 2.0}
+
+
+MANY_ROWS = {
+    "rms_norm": (ops.rms_norm, test_rms_norm.stock),
+    "swiglu": (lambda x: ops.swiglu(x, x), lambda x: torch.nn.functional.silu(x) * x),
+    "geglu": (lambda x: ops.geglu(x, x), lambda x: test_geglu.stock(x, x, "tanh")),
+    "rope": (lambda x: ops.rope(x, **angles(x)), lambda x: test_rope.stock(x, **angles(x))),
+    "rope_positions": (
+        lambda x: ops.rope_positions(x, 0, 10000.0, 4),
+        lambda x: test_rope_positions.stock(x, 0, 10000.0, 4),
+    ),
+    "lora_linear": (lambda x: ops.lora_linear(x, **adapter(x)), lambda x: test_lora_linear.stock(x, **adapter(x))),
+    "attention": (lambda x: ops.attention(**heads(x))[0, 0], lambda x: test_attention.stock(**heads(x))[0, 0]),
+}
+
+
+def test_every_operator_is_in_the_table():
+    assert {name for name in OPERATORS if not name.endswith("_backward")} == set(MANY_ROWS)
+
+
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_more_rows_than_16_bits_count(name, device):
+    ours, stock = MANY_ROWS[name]
+    x = torch.randn(ROWS, 4, device=device, requires_grad=True)
+    y = ours(x)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    exact_x = x.detach().cpu().double().requires_grad_()
+    exact = stock(exact_x)
+    (exact_grad,) = torch.autograd.grad(exact, exact_x, torch.ones_like(exact))
+    assert_rounding_only(y.cpu(), exact.float())
+    # Keys and values of the attention are rows of x too: their gradients are sums over all rows.
+    torch.testing.assert_close(grad.cpu().double(), exact_grad, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_among_stock_operators(device):
+    """A stock operator before, between and after: on an accelerator all of them share one stream of commands."""
+    x = torch.randn(3, 8, device=device)
+    expected = torch.sin(ops.swiglu(ops.rms_norm(x), x)) + x
+    for _ in range(50):
+        assert torch.equal(torch.sin(ops.swiglu(ops.rms_norm(x), x)) + x, expected)
+
+
+def test_two_threads(device):
+    x = torch.randn(4, 16, device=device)
+    expected = ops.swiglu(ops.rms_norm(x), ops.rms_norm(x + x)).cpu()
+    wrong = []
+
+    def work():
+        for _ in range(500):
+            y = ops.swiglu(ops.rms_norm(x), ops.rms_norm(x + x)).cpu()
+            if not torch.equal(y, expected):
+                wrong.append(y)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.operators import Case, OpTests, assert_rounding_only
+from torch_metalk import ops
+
+
+def make(*shape):
+    return lambda: {"gate": 2 * torch.randn(shape), "up": torch.randn(shape)}
+
+
+def gated_case(name, make, ours, stock):
+    return Case(name, make, ours, stock, saved=("gate", "up"))
+
+
+def bad_gated_input(op, function, *args):
+    """What SwiGLU and GeGLU refuse alike."""
+    ones = torch.ones(2, 3)
+    for up, error, message in (
+        (torch.ones(2, 4), ValueError, r"'up' is a tensor of shape \(2, 4\)"),
+        (torch.ones(3), ValueError, "'up' is a tensor of shape"),
+        (ones.half(), TypeError, "'up' is of dtype torch.float16"),
+        (ones.to("meta"), ValueError, "'up' is on meta"),
+        (ones.int(), TypeError, "'up' is of dtype torch.int32"),
+    ):
+        with pytest.raises(error, match=f"{op}.*{message}"):
+            function(ones, up, *args)
+
+
+def halves_of_one_projection(function, device, **kwargs):
+    """gate and up as views of one tensor, as Phi3 makes them: values and the gradient of the whole."""
+    fused = torch.randn(2, 5, 14, device=device, requires_grad=True)
+    gate, up = fused.chunk(2, -1)
+    y = function(gate, up, **kwargs)
+    (grad,) = torch.autograd.grad(y.square().sum(), fused)
+    separate = [t.detach().contiguous().requires_grad_() for t in (gate, up)]
+    expected = function(*separate, **kwargs)
+    grads = torch.autograd.grad(expected.square().sum(), separate)
+    assert_rounding_only(y, expected)
+    assert_rounding_only(grad, torch.cat(grads, -1))
+
+
+class TestSwiGLU(OpTests):
+    op = "swiglu"
+    cases = tuple(
+        gated_case(str(shape), make(*shape), ops.swiglu, lambda gate, up: F.silu(gate) * up)
+        for shape in ((3, 5, 33), (2, 64), (7,), (4, 1))
+    )
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3)], ids=str)
+def test_empty(shape, device):
+    gate = torch.randn(shape, device=device, requires_grad=True)
+    y = ops.swiglu(gate, torch.randn(shape, device=device))
+    y.sum().backward()
+    assert y.shape == gate.grad.shape == shape
+
+
+def test_halves_of_one_projection(device):
+    halves_of_one_projection(ops.swiglu, device)
+
+
+def test_extreme_gates(device):
+    """exp overflows in float32 at -89: the limit is 0 there, not NaN."""
+    gate = torch.tensor([-1e4, -100.0, -89.0, 0.0, 89.0, 1e4], device=device, requires_grad=True)
+    y = ops.swiglu(gate, torch.ones_like(gate))
+    (grad,) = torch.autograd.grad(y.sum(), gate)
+    exact_gate = gate.detach().cpu().double().requires_grad_()
+    exact = F.silu(exact_gate)
+    (exact_grad,) = torch.autograd.grad(exact.sum(), exact_gate)
+    torch.testing.assert_close(y.cpu().double(), exact.detach(), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(grad.cpu().double(), exact_grad, rtol=1e-6, atol=1e-30)
+
+
+def test_bad_input():
+    bad_gated_input("swiglu", ops.swiglu)

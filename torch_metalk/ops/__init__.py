@@ -1,0 +1,11 @@
+"""The operators: one file each, with schema, shape rule, eager twin, gradient and public function."""
+
+from torch_metalk.ops.attention import attention
+from torch_metalk.ops.geglu import geglu
+from torch_metalk.ops.lora_linear import lora_linear
+from torch_metalk.ops.rms_norm import rms_norm
+from torch_metalk.ops.rope import rope, rope_qk
+from torch_metalk.ops.rope_positions import rope_positions
+from torch_metalk.ops.swiglu import swiglu
+
+__all__ = ["attention", "geglu", "lora_linear", "rms_norm", "rope", "rope_positions", "rope_qk", "swiglu"]

@@ -1,0 +1,170 @@
+"""The one way an operator gets into the dispatcher.
+
+Every operator of this package is registered under ``torch_metalk::`` from its own file: schema, shape rule (fake
+kernel), eager twin and gradient. The eager twin is registered as ``CompositeExplicitAutograd`` and so serves every
+device that has nothing better; the compiled extension only adds kernels for ``MPS``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_LIBRARY = torch.library.Library("torch_metalk", "DEF")
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "mps": "AutocastMPS", "cuda": "AutocastCUDA"}
+_NO_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+for _key in ("AutocastMPS", "AutocastCUDA"):
+    _NO_AUTOCAST = _NO_AUTOCAST | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+
+#: Name -> overload of every operator, in order of registration. `doctor` and the tests walk it.
+OPERATORS: dict[str, torch._ops.OpOverload] = {}
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Runs a backward operator whose result must not be differentiated again.
+
+    Differentiating a native backward kernel would silently give zeros, and `once_differentiable` notices it only where
+    the incoming gradient requires a gradient itself. This marks the outputs whenever any input does.
+    """
+
+    @staticmethod
+    def forward(ctx, op, structure, *flat):
+        ctx.op_name = op.name()
+        ctx.set_materialize_grads(False)
+        with torch._C._AutoDispatchBelowAutograd():
+            result = op(*pytree.tree_unflatten(flat, structure))
+        return tuple(result) if isinstance(result, list) else result
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"{ctx.op_name} was asked for a gradient: torch_metalk operators are differentiable once. "
+            "Run the stock modules (torch_metalk.unpatch) where second derivatives are needed."
+        )
+
+
+def _not_differentiable(op: torch._ops.OpOverload, *args):
+    flat, structure = pytree.tree_flatten(args)
+    result = _NotDifferentiable.apply(op, structure, *flat)
+    returns_list = len(op._schema.returns) == 1 and isinstance(op._schema.returns[0].type, torch.ListType)
+    return list(result) if returns_list else result
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.requires_grad:
+                return True
+        elif isinstance(arg, list) and any(isinstance(item, torch.Tensor) and item.requires_grad for item in arg):
+            return True
+    return False
+
+
+def _only_plain_cpu_tensors(args: tuple[Any, ...] | list[Any]) -> bool:
+    for arg in args:
+        cls = type(arg)
+        if cls is torch.Tensor or cls is torch.nn.Parameter:
+            if not arg.is_cpu:
+                return False
+        elif cls is list:
+            if not _only_plain_cpu_tensors(arg):
+                return False
+        elif isinstance(arg, torch.Tensor):
+            return False
+    return True
+
+
+def _nobody_listens() -> bool:
+    """No dispatch mode, functorch transform, compiler or autocast that would have to see the operator itself."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+class Operator:
+    """An operator as the rest of the package calls it.
+
+    A call goes through the dispatcher, which chooses the kernel. Each of its calls into Python costs tens of
+    microseconds where the caches are cold, as they are between the products of a model, and a training step makes a
+    thousand. So where only the eager twin can be meant, on plain CPU tensors with nobody listening, it is called
+    directly, in the same order: autograd first, the twin below it.
+    """
+
+    def __init__(self, op: torch._ops.OpOverload, eager: Callable[..., Any], differentiate: Callable[..., Any]):
+        self.op, self._eager, self._differentiate = op, eager, differentiate
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling() or not (_only_plain_cpu_tensors(args) and _nobody_listens()):
+            return self.op(*args)
+        if torch.is_grad_enabled() and _requires_grad(args):
+            return self._differentiate(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._eager(*args)
+
+    def below_autograd(self, *args):
+        """For the forward of an autograd function: the operator's kernel, without recording a gradient again."""
+        with torch._C._AutoDispatchBelowAutograd():
+            if _only_plain_cpu_tensors(args) and _nobody_listens():
+                return self._eager(*args)
+            return self.op(*args)
+
+
+def define(
+    schema: str,
+    *,
+    eager: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None = None,
+    autocast: Callable[..., tuple[Any, ...]] | None = None,
+) -> Operator:
+    """Register one operator.
+
+    Args:
+        schema: the signature without namespace, e.g. ``"swiglu(Tensor gate, Tensor up) -> Tensor"``.
+        eager: the twin in plain PyTorch; checks its arguments before any work.
+        fake: the shape rule; makes the same checks and returns empty tensors like those of `eager`.
+        autograd: called with the operator's arguments when any of them requires a gradient, usually the `apply` of a
+            `torch.autograd.Function` whose forward calls `Operator.below_autograd`. None makes it an operator of the
+            backward pass: its outputs raise when they are differentiated.
+        autocast: called with the autocast dtype and the operator's arguments; returns the arguments to use. None
+            leaves an operator alone under autocast.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.torch_metalk, name).default
+    _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_metalk::{name}", fake, lib=_LIBRARY)
+
+    differentiate = autograd or functools.partial(_not_differentiable, op)
+
+    def autograd_kernel(*args):
+        if torch.is_grad_enabled() and _requires_grad(args):
+            return differentiate(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    _LIBRARY.impl(name, autograd_kernel, "Autograd")
+
+    if autocast is not None:
+        for device_type, key in _AUTOCAST_KEYS.items():
+
+            def autocast_kernel(*args, _device_type=device_type):
+                args = autocast(torch.get_autocast_dtype(_device_type), *args)
+                with torch._C._ExcludeDispatchKeyGuard(_NO_AUTOCAST):
+                    return op(*args)
+
+            _LIBRARY.impl(name, autocast_kernel, key)
+
+    OPERATORS[name] = op
+    return Operator(op, eager, differentiate)
+
+
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """What the eager twins calculate in: float32, or float64 where an input has it (gradcheck needs that)."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

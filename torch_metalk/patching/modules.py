@@ -1,0 +1,96 @@
+"""The subclasses that patched modules get, made on demand: ``modules.LlamaRMSNorm`` is a subclass of transformers'.
+
+A module is patched by giving it one of these classes, which keeps its state where it is, and can be undone, copied and
+pickled: a pickle names the class, and importing it makes it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from torch_metalk import ops
+from torch_metalk.patching import families
+from torch_metalk.patching.attention import register
+
+register()
+
+#: Where a patched module keeps the names of the operators it may use.
+OPS_ATTRIBUTE = "_torch_metalk_ops"
+
+
+def _enabled(module: nn.Module, op: str) -> bool:
+    return op in module.__dict__.get(OPS_ATTRIBUTE, ())
+
+
+class Patched:
+    """Mixed into every class of this module. `stock` is the class the module had before."""
+
+    stock: type[nn.Module]
+
+    def __setattr__(self, name, value):
+        # PEFT puts its LoRA layers into their parents by setattr. Taking them over here makes `patch` work before
+        # `get_peft_model` too, for this model alone and without a hook.
+        if isinstance(value, nn.Module) and _enabled(self, "lora_linear"):
+            from torch_metalk.peft import take_over
+
+            take_over(value)
+        super().__setattr__(name, value)
+
+
+def _forward_of_one(target: families.Target, run: Callable[[nn.Module, Tensor], Tensor]):
+    """A forward of one tensor, which may be given by the name that stock has for it."""
+    name = list(inspect.signature(target.stock.forward).parameters)[1]
+
+    @functools.wraps(target.stock.forward)
+    def forward(self, *args, **kwargs):
+        (x,) = args or (kwargs[name],)
+        return run(self, x)
+
+    return {"forward": forward}
+
+
+def _norm(target: families.Target):
+    return _forward_of_one(target, lambda self, x: ops.rms_norm(x, *families.norm_args(self, target.family.norm)))
+
+
+def _attention(target: families.Target):
+    rotary_forward = families.attention_forward(target)
+
+    def forward(self, *args, **kwargs):
+        run = rotary_forward if _enabled(self, "rope") else target.stock.forward
+        return run(self, *args, **kwargs)
+
+    return {"forward": functools.wraps(target.stock.forward)(forward)}
+
+
+def _mlp(target: families.Target):
+    def run(self, x):
+        if _enabled(self, "swiglu") or _enabled(self, "geglu"):
+            return families.mlp_forward(self, x, target.family)
+        return target.stock.forward(self, x)
+
+    return _forward_of_one(target, run)
+
+
+_MAKERS = {"RMSNorm": _norm, "Attention": _attention, "MLP": _mlp}
+
+
+@functools.cache
+def patched_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """The subclass for a stock class that `families.target_of` knows."""
+    target = families.target_of(stock)
+    members = _MAKERS[target.kind](target)
+    members |= {"stock": stock, "__module__": __name__, "__doc__": f"{stock.__name__} through torch_metalk."}
+    return type("Metalk" + stock.__name__, (Patched, stock), members)
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    for model_type, family in families.FAMILIES.items():
+        for kind in _MAKERS:
+            if name == f"Metalk{family.prefix}{kind}":
+                return patched_class(getattr(families.modeling_module(model_type), family.prefix + kind))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
