@@ -34,8 +34,12 @@ at::ScalarType checked_dtype(std::optional<at::ScalarType> dtype) {
   return type;
 }
 
-Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-             std::optional<at::Device>, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+Tensor empty(IntArrayRef size,
+             std::optional<at::ScalarType> dtype,
+             std::optional<at::Layout> layout,
+             std::optional<at::Device>,
+             std::optional<bool> pinned,
+             std::optional<at::MemoryFormat> format) {
   constexpr size_t kMaxDims = 16;  // a limit of MPSGraph
   TORCH_CHECK_NOT_IMPLEMENTED(c10::layout_or_default(layout) == at::Layout::Strided,
                               "only strided tensors are supported on MPS");
@@ -45,8 +49,12 @@ Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optiona
                                    checked_dtype(dtype), format);
 }
 
-Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+Tensor empty_strided(IntArrayRef size,
+                     IntArrayRef stride,
+                     std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>,
+                     std::optional<at::Device>,
+                     std::optional<bool>) {
   return at::detail::empty_strided_generic(size, stride, &device_allocator(),
                                            c10::DispatchKeySet(c10::DispatchKey::MPS), checked_dtype(dtype));
 }
@@ -64,8 +72,14 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& destination) {
 
 // The composite op asks a table of fused kernels that this build of PyTorch does not have for MPS. This takes the
 // branch that it takes on a Mac.
-Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
-                 double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+Tensor attention(const Tensor& query,
+                 const Tensor& key,
+                 const Tensor& value,
+                 const OptionalTensor& attn_mask,
+                 double dropout_p,
+                 bool is_causal,
+                 std::optional<double> scale,
+                 bool enable_gqa) {
   TORCH_CHECK(query.dim() >= 2 && key.dim() >= 2 && value.dim() >= 2,
               "scaled_dot_product_attention: Expected query, key, and value to all be at least 2 dimensional, but got ",
               query.dim(), ", ", key.dim(), " and ", value.dim());
@@ -91,31 +105,48 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
 
 // CPU kernels for ops that only MPS has; the fallback finds them on the CPU key.
 
-Tensor convolution_on_cpu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, IntArrayRef padding,
-                          IntArrayRef stride, IntArrayRef dilation, int64_t groups) {
+Tensor convolution_on_cpu(const Tensor& input,
+                          const Tensor& weight,
+                          const OptionalTensor& bias,
+                          IntArrayRef padding,
+                          IntArrayRef stride,
+                          IntArrayRef dilation,
+                          int64_t groups) {
   const std::vector<int64_t> no_output_padding(padding.size(), 0);
   return at::convolution(input, weight, bias, stride, padding, dilation, false, no_output_padding, groups);
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward_on_cpu(const Tensor& input, const Tensor& grad_output,
-                                                               const Tensor& weight, IntArrayRef padding,
-                                                               IntArrayRef stride, IntArrayRef dilation, int64_t groups,
+std::tuple<Tensor, Tensor, Tensor> convolution_backward_on_cpu(const Tensor& input,
+                                                               const Tensor& grad_output,
+                                                               const Tensor& weight,
+                                                               IntArrayRef padding,
+                                                               IntArrayRef stride,
+                                                               IntArrayRef dilation,
+                                                               int64_t groups,
                                                                std::array<bool, 3> mask) {
   const std::vector<int64_t> no_output_padding(padding.size(), 0);
   return at::convolution_backward(grad_output, input, weight, IntArrayRef{weight.size(0)}, stride, padding, dilation,
                                   false, no_output_padding, groups, mask);
 }
 
-Tensor transposed_convolution_on_cpu(const Tensor& input, const Tensor& weight, IntArrayRef padding,
-                                     IntArrayRef output_padding, IntArrayRef stride, IntArrayRef dilation,
+Tensor transposed_convolution_on_cpu(const Tensor& input,
+                                     const Tensor& weight,
+                                     IntArrayRef padding,
+                                     IntArrayRef output_padding,
+                                     IntArrayRef stride,
+                                     IntArrayRef dilation,
                                      int64_t groups) {
   return at::convolution(input, weight, {}, stride, padding, dilation, true, output_padding, groups);
 }
 
-std::tuple<Tensor, Tensor> transposed_convolution_backward_on_cpu(const Tensor& input, const Tensor& grad_output,
-                                                                  const Tensor& weight, IntArrayRef padding,
-                                                                  IntArrayRef output_padding, IntArrayRef stride,
-                                                                  IntArrayRef dilation, int64_t groups,
+std::tuple<Tensor, Tensor> transposed_convolution_backward_on_cpu(const Tensor& input,
+                                                                  const Tensor& grad_output,
+                                                                  const Tensor& weight,
+                                                                  IntArrayRef padding,
+                                                                  IntArrayRef output_padding,
+                                                                  IntArrayRef stride,
+                                                                  IntArrayRef dilation,
+                                                                  int64_t groups,
                                                                   std::array<bool, 2> mask) {
   auto [grad_input, grad_weight, none] =
       at::convolution_backward(grad_output, input, weight, at::OptionalIntArrayRef(), stride, padding, dilation, true,
@@ -123,8 +154,10 @@ std::tuple<Tensor, Tensor> transposed_convolution_backward_on_cpu(const Tensor& 
   return {grad_input, grad_weight};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward_on_cpu(const Tensor& input, const Tensor& grad_output,
-                                                          const Tensor& weight, std::array<bool, 3> mask) {
+std::tuple<Tensor, Tensor, Tensor> linear_backward_on_cpu(const Tensor& input,
+                                                          const Tensor& grad_output,
+                                                          const Tensor& weight,
+                                                          std::array<bool, 3> mask) {
   Tensor grad_input, grad_weight, grad_bias;
   const Tensor grad_rows = grad_output.reshape({-1, grad_output.size(-1)});
   if (mask[0]) grad_input = at::matmul(grad_output, weight);
@@ -133,16 +166,26 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_on_cpu(const Tensor& input, c
   return {grad_input, grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor> attention_on_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                            const OptionalTensor& mask, double dropout_p, bool is_causal,
-                                            const OptionalTensor& dropout_mask, std::optional<double> scale,
+std::tuple<Tensor, Tensor> attention_on_cpu(const Tensor& query,
+                                            const Tensor& key,
+                                            const Tensor& value,
+                                            const OptionalTensor& mask,
+                                            double dropout_p,
+                                            bool is_causal,
+                                            const OptionalTensor& dropout_mask,
+                                            std::optional<double> scale,
                                             bool enable_gqa) {
   return at::_scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, dropout_mask, scale,
                                                 enable_gqa);
 }
 
-Tensor max_pool2d_backward_on_cpu(const Tensor& grad_output, const Tensor& input, IntArrayRef kernel,
-                                  IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+Tensor max_pool2d_backward_on_cpu(const Tensor& grad_output,
+                                  const Tensor& input,
+                                  IntArrayRef kernel,
+                                  IntArrayRef stride,
+                                  IntArrayRef padding,
+                                  IntArrayRef dilation,
+                                  bool ceil_mode) {
   const Tensor indices = std::get<1>(at::max_pool2d_with_indices(input, kernel, stride, padding, dilation, ceil_mode));
   return at::max_pool2d_with_indices_backward(grad_output, input, kernel, stride, padding, dilation, ceil_mode,
                                               indices);
@@ -178,8 +221,11 @@ TORCH_LIBRARY_IMPL(aten, AutogradMPS, m) { m.impl("scaled_dot_product_attention"
 
 namespace at::detail {
 
-TensorBase empty_mps(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout> layout,
-                     std::optional<Device> device, std::optional<bool> pinned,
+TensorBase empty_mps(IntArrayRef size,
+                     std::optional<ScalarType> dtype,
+                     std::optional<Layout> layout,
+                     std::optional<Device> device,
+                     std::optional<bool> pinned,
                      std::optional<c10::MemoryFormat> format) {
   return vmps::empty(size, dtype, layout, device, pinned, format);
 }

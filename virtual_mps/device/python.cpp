@@ -59,7 +59,9 @@ void set_as(MetalKernelFunction& kernel, unsigned index, const std::vector<Sourc
   kernel.setArg(index, converted.data(), converted.size() * sizeof(Target));
 }
 
-void set_floats(MetalKernelFunction& kernel, unsigned index, const std::vector<double>& values,
+void set_floats(MetalKernelFunction& kernel,
+                unsigned index,
+                const std::vector<double>& values,
                 const std::string& cast) {
   if (cast.empty() || cast == "fp32") return set_as<float>(kernel, index, values);
   if (cast == "fp16") return set_as<c10::Half>(kernel, index, values);
@@ -67,7 +69,9 @@ void set_floats(MetalKernelFunction& kernel, unsigned index, const std::vector<d
   TORCH_CHECK(false, "Unsupported cast instruction ", cast);
 }
 
-void set_integers(MetalKernelFunction& kernel, unsigned index, const std::vector<int64_t>& values,
+void set_integers(MetalKernelFunction& kernel,
+                  unsigned index,
+                  const std::vector<int64_t>& values,
                   const std::string& cast) {
   if (cast.empty() || cast == "int64" || cast == "uint64") return set_as<int64_t>(kernel, index, values);
   if (cast == "int32" || cast == "uint32") return set_as<int32_t>(kernel, index, values);
@@ -106,8 +110,11 @@ void set_scalars(MetalKernelFunction& kernel, unsigned index, const py::handle& 
   set_integers(kernel, index, values, cast);
 }
 
-void call_kernel(MetalKernelFunction& kernel, const py::args& arguments, const py::object& threads_object,
-                 const py::object& group_object, const py::object& arg_casts) {
+void call_kernel(MetalKernelFunction& kernel,
+                 const py::args& arguments,
+                 const py::object& threads_object,
+                 const py::object& group_object,
+                 const py::object& arg_casts) {
   auto threads = sizes_from(threads_object);
   const auto group = sizes_from(group_object);
   TORCH_CHECK(arguments.size() > 0, "At least one argument is expected");

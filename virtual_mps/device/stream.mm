@@ -88,8 +88,13 @@ void MPSStream::commitAndWait() {
 
 void MPSStream::flush() { commitAndWait(); }
 
-void MPSStream::copy(MTLBuffer_t source, MTLBuffer_t destination, size_t length, size_t source_offset,
-                     size_t destination_offset, uint64_t, SyncType type) {
+void MPSStream::copy(MTLBuffer_t source,
+                     MTLBuffer_t destination,
+                     size_t length,
+                     size_t source_offset,
+                     size_t destination_offset,
+                     uint64_t,
+                     SyncType type) {
   dispatch_sync_with_rethrow(_serialQueue, ^{
     @autoreleasepool {
       endKernelCoalescing();
@@ -105,8 +110,13 @@ void MPSStream::copy(MTLBuffer_t source, MTLBuffer_t destination, size_t length,
   });
 }
 
-void MPSStream::copy_and_sync(MTLBuffer_t source, MTLBuffer_t destination, size_t length, size_t source_offset,
-                              size_t destination_offset, bool non_blocking, uint64_t profile) {
+void MPSStream::copy_and_sync(MTLBuffer_t source,
+                              MTLBuffer_t destination,
+                              size_t length,
+                              size_t source_offset,
+                              size_t destination_offset,
+                              bool non_blocking,
+                              uint64_t profile) {
   copy(source, destination, length, source_offset, destination_offset, profile,
        non_blocking ? SyncType::COMMIT : SyncType::COMMIT_AND_WAIT);
 }

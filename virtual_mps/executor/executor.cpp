@@ -126,7 +126,9 @@ void vmps_configure(const char* python, const char* python_path, const char* cac
   vmps::configure(python, python_path, cache_directory);
 }
 
-vmps_library* vmps_library_create(const char* source, size_t length, const vmps_compile_options* options,
+vmps_library* vmps_library_create(const char* source,
+                                  size_t length,
+                                  const vmps_compile_options* options,
                                   char** error) {
   return guarded<vmps_library*>(error, nullptr, [&] {
     static const vmps_compile_options kDefaults = {};
@@ -155,8 +157,11 @@ void vmps_library_destroy(vmps_library* library) { delete library; }
 
 const char* vmps_library_table(const vmps_library* library) { return library->table.c_str(); }
 
-vmps_kernel* vmps_kernel_create(const vmps_library* library, const char* name, const vmps_constant* constants,
-                                size_t constant_count, char** error) {
+vmps_kernel* vmps_kernel_create(const vmps_library* library,
+                                const char* name,
+                                const vmps_constant* constants,
+                                size_t constant_count,
+                                char** error) {
   return guarded<vmps_kernel*>(error, nullptr, [&] {
     std::vector<std::string> arguments;
     std::string key;

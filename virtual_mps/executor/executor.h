@@ -54,7 +54,9 @@ typedef struct {
 // "program_source:LINE:COLUMN". `options` may be NULL. Only reads and preprocesses: kernels are compiled when asked
 // for. (A file with local includes goes through `python -m virtual_mps.compiler preprocess IN -o OUT [-I DIR] [-D
 // NAME=VALUE]` first, as `metal -c` would; its messages keep naming IN.)
-VMPS_API vmps_library* vmps_library_create(const char* source, size_t length, const vmps_compile_options* options,
+VMPS_API vmps_library* vmps_library_create(const char* source,
+                                           size_t length,
+                                           const vmps_compile_options* options,
                                            char** error);
 VMPS_API void vmps_library_destroy(vmps_library* library);
 
@@ -78,8 +80,8 @@ typedef struct {
 
 // Compiles (or finds in the cache) one kernel for one set of function constants, and loads it. Constants that the
 // library does not declare are ignored; so are later values for a constant given twice.
-VMPS_API vmps_kernel* vmps_kernel_create(const vmps_library* library, const char* name, const vmps_constant* constants,
-                                         size_t constant_count, char** error);
+VMPS_API vmps_kernel* vmps_kernel_create(
+    const vmps_library* library, const char* name, const vmps_constant* constants, size_t constant_count, char** error);
 VMPS_API void vmps_kernel_destroy(vmps_kernel* kernel);
 
 enum { VMPS_PARAMETER_BUFFER = 0, VMPS_PARAMETER_THREADGROUP = 1 };

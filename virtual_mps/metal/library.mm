@@ -278,7 +278,8 @@ std::string take_error(char* message) {
   return text;
 }
 
-id<MTLLibrary> library_from_sources(const std::vector<std::string>& sources, const vmps_compile_options& options,
+id<MTLLibrary> library_from_sources(const std::vector<std::string>& sources,
+                                    const vmps_compile_options& options,
                                     NSError** error) {
   VMPSLibrary* library = [VMPSLibrary new];
   library->parts = new std::vector<vmps_library*>;
@@ -323,7 +324,9 @@ id<MTLLibrary> library_from_metallib(const std::string& bytes, NSError** error) 
   return library_from_sources(sources, options, error);
 }
 
-id<MTLComputePipelineState> pipeline_for(id<MTLFunction> function, NSUInteger max_threads, NSString* label,
+id<MTLComputePipelineState> pipeline_for(id<MTLFunction> function,
+                                         NSUInteger max_threads,
+                                         NSString* label,
                                          NSError** error) {
   auto* from = (VMPSFunction*)function;
   if (!from) {

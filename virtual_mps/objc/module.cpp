@@ -137,11 +137,14 @@ extern "C" __attribute__((visibility("hidden"))) void __objc_exec_class(Module* 
 }
 
 // libobjc has no personality routine of this name. C++'s own one runs the clean-ups and C++ handlers of these frames.
-extern "C" _Unwind_Reason_Code __gxx_personality_v0(int, _Unwind_Action, _Unwind_Exception_Class,
-                                                    struct _Unwind_Exception*, struct _Unwind_Context*);
+extern "C" _Unwind_Reason_Code __gxx_personality_v0(
+    int, _Unwind_Action, _Unwind_Exception_Class, struct _Unwind_Exception*, struct _Unwind_Context*);
 
 extern "C" __attribute__((visibility("hidden"))) _Unwind_Reason_Code
-__gnustep_objcxx_personality_v0(int version, _Unwind_Action actions, _Unwind_Exception_Class exception_class,
-                                struct _Unwind_Exception* exception, struct _Unwind_Context* context) {
+__gnustep_objcxx_personality_v0(int version,
+                                _Unwind_Action actions,
+                                _Unwind_Exception_Class exception_class,
+                                struct _Unwind_Exception* exception,
+                                struct _Unwind_Context* context) {
   return __gxx_personality_v0(version, actions, exception_class, exception, context);
 }

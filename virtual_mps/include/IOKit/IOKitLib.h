@@ -20,7 +20,8 @@ static inline CFMutableDictionaryRef IOServiceMatching(const char* name) {
   (void)name;
   return 0;
 }
-static inline kern_return_t IOServiceGetMatchingServices(mach_port_t port, CFDictionaryRef matching,
+static inline kern_return_t IOServiceGetMatchingServices(mach_port_t port,
+                                                         CFDictionaryRef matching,
                                                          io_iterator_t* existing) {
   (void)port, (void)matching;
   *existing = IO_OBJECT_NULL;
@@ -30,8 +31,10 @@ static inline io_object_t IOIteratorNext(io_iterator_t iterator) {
   (void)iterator;
   return IO_OBJECT_NULL;
 }
-static inline CFTypeRef IORegistryEntryCreateCFProperty(io_registry_entry_t entry, CFStringRef key,
-                                                        CFAllocatorRef allocator, IOOptionBits options) {
+static inline CFTypeRef IORegistryEntryCreateCFProperty(io_registry_entry_t entry,
+                                                        CFStringRef key,
+                                                        CFAllocatorRef allocator,
+                                                        IOOptionBits options) {
   (void)entry, (void)key, (void)allocator, (void)options;
   return 0;
 }

@@ -41,7 +41,9 @@ typedef void (^dispatch_block_t)(void);
 void dispatch_sync(dispatch_queue_t queue, dispatch_block_t block);
 void dispatch_async(dispatch_queue_t queue, dispatch_block_t block);
 void dispatch_once(dispatch_once_t* predicate, dispatch_block_t block);
-dispatch_data_t dispatch_data_create(const void* buffer, size_t size, dispatch_queue_t queue,
+dispatch_data_t dispatch_data_create(const void* buffer,
+                                     size_t size,
+                                     dispatch_queue_t queue,
                                      dispatch_block_t destructor);
 #endif
 #ifdef __cplusplus

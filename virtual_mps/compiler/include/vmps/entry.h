@@ -125,8 +125,12 @@ template <class T, T... I>
 using as_indices = indices<I...>;
 
 template <class... A, unsigned long... I>
-VMPS_INLINE void run(void (*function)(A...), const parameter* parameters, vmps_threadgroup* group, unsigned first,
-                     unsigned end, indices<I...>) {
+VMPS_INLINE void run(void (*function)(A...),
+                     const parameter* parameters,
+                     vmps_threadgroup* group,
+                     unsigned first,
+                     unsigned end,
+                     indices<I...>) {
   for (unsigned i = first; i < end; i++) {
     vmps_lane& lane = group->lanes[i];
     self() = &lane;
@@ -134,8 +138,8 @@ VMPS_INLINE void run(void (*function)(A...), const parameter* parameters, vmps_t
   }
 }
 template <class... A>
-VMPS_INLINE void run(void (*function)(A...), const parameter* parameters, vmps_threadgroup* group, unsigned first,
-                     unsigned end) {
+VMPS_INLINE void run(
+    void (*function)(A...), const parameter* parameters, vmps_threadgroup* group, unsigned first, unsigned end) {
   run(function, parameters, group, first, end, __make_integer_seq<as_indices, unsigned long, sizeof...(A)>());
 }
 }  // namespace vmps

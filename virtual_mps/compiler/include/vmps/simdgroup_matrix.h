@@ -119,8 +119,8 @@ VMPS_INLINE simdgroup_matrix<T, Columns, Rows> make_diagonal_simdgroup_matrix(T 
 
 namespace vmps {
 template <class T>
-VMPS_INLINE void load(metal::simdgroup_matrix<T, 8, 8>& m, const T* source, ulong stride, ulong2 origin,
-                      bool transpose) {
+VMPS_INLINE void load(
+    metal::simdgroup_matrix<T, 8, 8>& m, const T* source, ulong stride, ulong2 origin, bool transpose) {
   m.held = held_whole;
   if (lane_index() != 0) return;
   source += origin.y * stride + origin.x;
@@ -132,8 +132,8 @@ VMPS_INLINE void load(metal::simdgroup_matrix<T, 8, 8>& m, const T* source, ulon
   }
 }
 template <class T>
-VMPS_INLINE void store(const metal::simdgroup_matrix<T, 8, 8>& m, T* target, ulong stride, ulong2 origin,
-                       bool transpose) {
+VMPS_INLINE void store(
+    const metal::simdgroup_matrix<T, 8, 8>& m, T* target, ulong stride, ulong2 origin, bool transpose) {
   target += origin.y * stride + origin.x;
   ulong row_step = transpose ? 1 : stride, column_step = transpose ? stride : 1;
   if (m.held & held_spread) {
@@ -200,7 +200,8 @@ VMPS_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>&
   d.held = vmps::held_spread;
 }
 template <class D, class A, class B>
-VMPS_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, const thread simdgroup_matrix<A, 8, 8>& a,
+VMPS_INLINE void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d,
+                                    const thread simdgroup_matrix<A, 8, 8>& a,
                                     const thread simdgroup_matrix<B, 8, 8>& b) {
   simdgroup_multiply_accumulate(d, a, b, make_filled_simdgroup_matrix<D, 8, 8>(D(0)));
 }
