@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 
 from . import EnvironmentProblem, _build, _environment
-from .compiler import CompileError, build_runtime, cache
+from .compiler import CompileError, build_runtime
 
 
 def load() -> ModuleType:
@@ -25,7 +25,7 @@ def load() -> ModuleType:
     # Extensions are linked to neither library, as on a Mac they name none of ours: they find both in the global scope.
     ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
     native = _import_globally("_virtual_mps", built / "_virtual_mps.so")
-    native.configure_executor(sys.executable, str(_build.PACKAGE.parent), str(cache.root()))
+    native.configure_executor(sys.executable, str(_build.PACKAGE.parent), "")
     native.register_stock_ops((built / "real_kernels.txt").read_text().split())
     _complete_torch(torch, native)
     return native

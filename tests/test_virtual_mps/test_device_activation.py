@@ -14,7 +14,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def run(code: str, *path: Path, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *path)))} | environment,
+        env=os.environ
+        | {"VIRTUAL_MPS": "0", "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, *path)))}
+        | environment,
         capture_output=True,
         text=True,
         check=False,

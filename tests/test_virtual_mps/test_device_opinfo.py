@@ -23,7 +23,7 @@ nn.functional.batch_norm nn.functional.gelu nn.functional.silu nn.functional.sof
 nn.functional.mse_loss nn.functional.nll_loss nn.functional.embedding nn.functional.interpolate nn.functional.pad
 nn.functional.scaled_dot_product_attention nn.functional.one_hot clone contiguous resize_ fill zero_ arange linspace
 full ones_like new_zeros item
-""".split()  # noqa: SIM905
+""".split()
 
 SAMPLES_EACH = 4
 BY_NAME: dict[str, list] = {}
