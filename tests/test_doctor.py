@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 import torch_metalk
+from tests.conftest import WITH_DEVICE
 from torch_metalk import _doctor, _extension, doctor
 
 OPERATORS = {"rms_norm", "swiglu", "geglu", "rope", "rope_positions", "attention", "lora_linear"}
@@ -72,6 +74,7 @@ def command_line(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "torch_metalk", *arguments],
         cwd=Path(__file__).parent.parent,
+        env=os.environ | WITH_DEVICE,
         capture_output=True,
         text=True,
         timeout=120,

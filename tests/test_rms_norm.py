@@ -1,10 +1,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import torch_metalk
+from tests.conftest import WITH_DEVICE
 from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, run
 from torch_metalk import ops
 
@@ -157,3 +165,136 @@ def test_norm_residual_norm(device):
 def test_bad_input(arguments, error, message):
     with pytest.raises(error, match=f"rms_norm.*{message}"):
         ops.rms_norm(**arguments)
+
+
+needs_metal = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no mps device")
+
+
+@needs_metal
+def test_mps_runs_the_metal_kernels():
+    """Without this, every test above could pass on the eager twin."""
+    found = torch_metalk.doctor()
+    assert found["extension"] == {"loaded": True, "reason": ""}
+    assert found["operators"]["rms_norm"]["mps"] == found["operators"]["rms_norm_backward"]["mps"] == "Metal"
+
+
+@needs_metal
+@pytest.mark.parametrize(
+    ("columns", "max_threads", "looped", "threads"),
+    [
+        # Four columns a thread, and whole simdgroups of 32 threads.
+        (1, 1024, False, 32),
+        (128, 1024, False, 32),
+        (129, 1024, False, 64),
+        (203, 1024, False, 64),  # 51 threads have something to read
+        (576, 1024, False, 160),  # SmolLM2-135M: 144 threads
+        (2048, 1024, False, 512),
+        # The longest row of one pass, and the next.
+        (4096, 1024, False, 1024),
+        (4097, 1024, True, 1024),
+        (2**32 - 1, 1024, True, 1024),
+        # Pipelines that take fewer threads, as those that need many registers do: 1,000 are 31 simdgroups.
+        (1024, 256, False, 256),
+        (1025, 256, True, 256),
+        (3968, 1000, False, 992),
+        (3969, 1000, True, 992),
+    ],
+)
+def test_launch_geometry(columns, max_threads, looped, threads):
+    native = importlib.import_module("torch_metalk._C")
+    assert native.rms_norm_geometry(columns, max_threads) == (looped, threads)
+
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = "rms_norm.metallib"
+SOURCE = "rms_norm.metal"
+
+# Of a kernel in one pass and of a looped one, forward and backward.
+BITS = """
+import hashlib
+import torch
+import torch_metalk
+from torch_metalk import ops
+print(torch_metalk.__file__)
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for columns in (203, 4100):
+        x, weight, dy = torch.randn(21, columns), torch.randn(columns), torch.randn(21, columns)
+        x, weight, dy = (t.to("mps", dtype).requires_grad_() for t in (x, weight, dy))
+        y = ops.rms_norm(x, weight)
+        for t in (y, *torch.autograd.grad(y, (x, weight), dy)):
+            print(hashlib.sha256(t.detach().float().cpu().numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package as it is installed, whose shaders may be changed; gives its `_shaders`."""
+    shutil.copytree(ROOT / "torch_metalk", tmp_path / "torch_metalk", ignore=shutil.ignore_patterns("__pycache__"))
+    shaders = tmp_path / "torch_metalk" / "_shaders"
+    (shaders / LIBRARY).unlink(missing_ok=True)
+    return shaders
+
+
+def run_in(package: Path) -> subprocess.CompletedProcess:
+    """`BITS` in a process of its own, where no shader is loaded yet."""
+    command = [sys.executable, "-c", BITS]
+    folder = package.parents[1]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | WITH_DEVICE, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.startswith(f"{folder}{os.sep}"), "another copy of the package was tested"
+    return done
+
+
+def compile_library(folder: Path) -> None:
+    compiler = shutil.which("xcrun", path=(os.environ | WITH_DEVICE)["PATH"])
+    command = [compiler, "metal", "-std=metal3.1", "-fno-fast-math", "-mmacosx-version-min=14.0"]  # as setup.py does
+    command += [str(ROOT / "shaders" / SOURCE), "-o", str(folder / LIBRARY)]
+    subprocess.run(command, env=os.environ | WITH_DEVICE, check=True, timeout=300)
+
+
+@needs_metal
+def test_prebuilt_library_and_source_give_the_same_bits(package):
+    from_source = run_in(package)
+    assert from_source.returncode == 0, from_source.stderr
+    compile_library(package)
+    (package / SOURCE).unlink()
+    prebuilt = run_in(package)
+    assert prebuilt.returncode == 0, prebuilt.stderr
+    assert prebuilt.stdout == from_source.stdout and len(prebuilt.stdout.split()) == 1 + 2 * 2 * 3
+
+
+@needs_metal
+def test_shader_that_is_missing(package):
+    (package / SOURCE).unlink()
+    done = run_in(package)
+    assert done.returncode == 1
+    assert f"RuntimeError: torch_metalk: cannot read {package / SOURCE}: " in done.stderr
+
+
+@needs_metal
+def test_prebuilt_library_that_is_none(package):
+    (package / LIBRARY).write_text("not a library")
+    done = run_in(package)
+    assert done.returncode == 1
+    assert f"RuntimeError: torch_metalk: cannot load {package / LIBRARY}: " in done.stderr
+
+
+@needs_metal
+def test_shader_that_does_not_compile(package):
+    text = (package / SOURCE).read_text()
+    (package / SOURCE).write_text(text.replace("simd_sum", "simd_summ"))
+    done = run_in(package)
+    assert done.returncode == 1
+    assert f"RuntimeError: torch_metalk: Metal does not compile {package / SOURCE}: " in done.stderr
+    assert "simd_summ" in done.stderr
+
+
+@needs_metal
+def test_kernel_that_is_missing(package):
+    text = (package / SOURCE).read_text()
+    (package / SOURCE).write_text(text.replace("host_name(#kernel", 'host_name("other_" #kernel'))
+    done = run_in(package)
+    assert done.returncode == 1
+    assert "RuntimeError: torch_metalk: no kernel rms_norm_single_row_float_float_float in rms_norm: " in done.stderr

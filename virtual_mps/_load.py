@@ -1,0 +1,74 @@
+"""Loads the native half into this process, and gives PyTorch's Python layer what only a Mac build has."""
+
+import ctypes
+import importlib.util
+import os
+import sys
+from types import ModuleType
+
+from . import EnvironmentProblem, _build, _environment
+from .compiler import CompileError, build_runtime
+
+
+def load() -> ModuleType:
+    _environment.check_platform()
+    _environment.check_torch()
+    import torch
+
+    if torch._C._has_mps:
+        raise EnvironmentProblem("virtual_mps: this PyTorch has an mps device of its own")
+    built = _build.native()
+    try:
+        executor = build_runtime()
+    except CompileError as error:
+        raise EnvironmentProblem(str(error)) from None
+    # Extensions are linked to neither library, as on a Mac they name none of ours: they find both in the global scope.
+    ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
+    native = _import_globally("_virtual_mps", built / "_virtual_mps.so")
+    native.configure_executor(sys.executable, str(_build.PACKAGE.parent), "")
+    native.register_stock_ops((built / "real_kernels.txt").read_text().split())
+    _complete_torch(torch, native)
+    return native
+
+
+def _import_globally(name: str, path: os.PathLike) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"virtual_mps: the native half does not load: {error}. "
+            "If a library is missing: apt install libgnustep-base-dev gobjc"
+        ) from None
+    finally:
+        sys.setdlopenflags(flags)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _complete_torch(torch: ModuleType, native: ModuleType) -> None:
+    torch._C._has_mps = True
+    for name in dir(native):
+        if name.startswith("_mps_"):
+            setattr(torch._C, name, getattr(native, name))
+    for name in ("_mps_isCaptureEnabled", "_mps_isCapturing"):
+        setattr(torch._C, name, lambda: False)
+    for function in vars(torch.backends.mps).values():  # answers that were given before the device came
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+    plain_new = torch.UntypedStorage.__new__
+
+    # The storage's constructor knows the device only in a Mac build; loading and deep copies go through it.
+    def new(cls, *args, device=None, **kwargs):
+        if device is None:
+            return plain_new(cls, *args, **kwargs)
+        if torch.device(device).type != "mps":
+            return plain_new(cls, *args, device=device, **kwargs)
+        if args and not isinstance(args[0], int):
+            return plain_new(cls, *args, **kwargs).to(device="mps")
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device="mps").untyped_storage()
+
+    torch.UntypedStorage.__new__ = staticmethod(new)

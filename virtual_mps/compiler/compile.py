@@ -1,0 +1,192 @@
+"""The verbs: a source becomes a library folder, and a kernel of a library a shared object.
+
+A library folder holds `source.ii` (the preprocessed text), `options.json` and `table.json` (see executor.h).
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import cache, constants, kernels, runtime, toolchain
+from .preprocess import preprocess
+from .rewrite import rewrite
+from .source import Source
+from .toolchain import CompileError
+
+# A lane's stack is 64 KiB; what is left is for the functions that are not inlined and for a signal handler.
+MAX_FRAME = 48 * 1024
+# Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
+# this machine only aligned moves mind.
+UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
+ENTRY = "end of source"  # the file name of what follows the source; an open bracket is noticed there
+# How clang prints the address spaces, and how Metal writes them.
+PRINTED_SPACES = {"__global_device ": "constant ", "__global ": "device ", "__local ": "threadgroup "}
+
+
+@dataclass(frozen=True)
+class Options:
+    defines: tuple[str, ...] = ()
+    fast_math: bool = False
+    language: int = 0
+
+
+def compile_library(text: str, directory: Path, options: Options, preprocessed: bool = False) -> None:
+    """Reads a source, checks that it compiles, and writes its library folder."""
+    if not preprocessed:
+        text = preprocess(text, options.defines, language=options.language, fast_math=options.fast_math)
+    source = Source(text)
+    offer = kernels.read(source)
+    _check(source, offer)
+    with cache.new_directory(directory) as scratch:
+        (scratch / "source.ii").write_text(text)
+        (scratch / "options.json").write_text(json.dumps(asdict(options)))
+        (scratch / "table.json").write_text(json.dumps(offer.table(), indent=1))
+
+
+def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], output: Path) -> None:
+    """Compiles one kernel of a library folder for one set of function constants.
+
+    values: by the constant's name, or by its index in decimal.
+    """
+    source = Source((directory / "source.ii").read_text())
+    options = Options(**json.loads((directory / "options.json").read_text()))
+    offer = kernels.read(source)
+    kernel = offer.kernels.get(name)
+    if kernel is None:
+        raise CompileError(_no_such_kernel(name, offer))
+    literals = _constant_literals(offer, values)
+    code = _translation_unit(source, offer, literals, _entry(kernel))
+    with cache.new_file(output) as scratch:
+        assembly = scratch.with_suffix(".s")
+        try:
+            _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
+        except CompileError as error:
+            raise CompileError(_explain(str(error), kernel)) from None
+        assembly.write_text(_finish_assembly(assembly.read_text()))
+        _link(assembly, scratch)
+
+
+def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dict[str, str]:
+    literals = {}
+    for constant in offer.function_constants.values():
+        value = values.get(constant.name, values.get(str(constant.index)))
+        if value is not None:
+            literals[constant.name] = constants.literal(constant, value)
+    return literals
+
+
+def _explain(message: str, kernel: kernels.Kernel) -> str:
+    """What clang says about our own lines, in terms of the kernel."""
+    if f"{ENTRY}:" not in message:
+        return message
+    if "-Wframe-larger-than" in message:
+        limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
+        return f"{kernel.location}: error: the local variables of kernel '{kernel.name}' take {limit}"
+    if "no matching function for call to 'run'" in message:
+        wanted = kernel.expression.removeprefix("&::")
+        return f"{kernel.location}: error: no kernel function for '{kernel.name}' matches {wanted}"
+    return f"{kernel.location}: error: kernel '{kernel.name}': {message}"
+
+
+def _no_such_kernel(name: str, offer: kernels.Offer) -> str:
+    near = difflib.get_close_matches(name, offer.kernels, n=3) or sorted(offer.kernels)[:8]
+    return f"virtual_mps: the library has no kernel '{name}'; it has {', '.join(near) or 'none'}" + (
+        " and more" if len(near) < len(offer.kernels) else ""
+    )
+
+
+def _translation_unit(source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str) -> str:
+    """The source's functions are internal, so that code is generated only for what the entry needs."""
+    body = rewrite(source, offer, literals).apply().decode()
+    return f"""#include "vmps/metal.h"
+#pragma clang attribute push(__attribute__((internal_linkage)), apply_to = function)
+{body}
+# 1 "{ENTRY}"
+#pragma clang attribute pop
+{entry}
+"""
+
+
+def _check(source: Source, offer: kernels.Offer) -> None:
+    _clang(_translation_unit(source, offer, {}, ""), ["-fsyntax-only"])
+
+
+def _entry(kernel: kernels.Kernel) -> str:
+    """Code that tells the executor how to call the kernel."""
+    sources, image = [], []
+    for p in kernel.parameters:
+        origin = {"buffer": "buffer", "threadgroup": "threadgroup_memory"}.get(p.kind, p.attribute)
+        sources.append(f"{{{_if_present(p, f'vmps::source::{origin}', 'vmps::source::absent')}, {p.index}}}")
+        if p.kind != "builtin":
+            kind = {"buffer": "0", "threadgroup": "1"}[p.kind]
+            image.append(f'{{{_if_present(p, kind, "-1")}, {p.index}, "{p.name}"}}')
+    # Both lists end with an entry that stands for nothing: C++ has no empty arrays.
+    sources.append("{vmps::source::absent, 0}")
+    image.append("{-1, 0, nullptr}")
+    return (
+        f"static constexpr vmps::parameter vmps_parameters[] = {{{', '.join(sources)}}};\n"
+        f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join(image)}}};\n"
+        f"VMPS_KERNEL({kernel.max_threads}, {kernel.expression})"
+    )
+
+
+def _if_present(parameter: kernels.Parameter, given: str, absent: str) -> str:
+    """The function constant that a parameter depends on may itself be computed from others: let clang decide."""
+    condition = parameter.function_constant
+    return f"({condition}) ? {given} : {absent}" if condition else given
+
+
+def _clang(code: str, arguments: Sequence[str]) -> None:
+    command = [
+        *(toolchain.clang(), *toolchain.read_flags(), "-Wno-everything", "-ferror-limit=8", "-fno-caret-diagnostics"),
+        *(f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"),
+        *(*arguments, "-"),
+    ]
+    result = toolchain.run(command, input=code)
+    if result.returncode:
+        raise CompileError(_readable(result.stderr))
+
+
+def _readable(message: str) -> str:
+    """clang's message in Metal's words, without the notes on how our headers came to it."""
+    for printed, written in PRINTED_SPACES.items():
+        message = message.replace(printed, written)
+    headers = f"{toolchain.HEADERS}/"
+    told = [
+        line.removeprefix(headers)
+        for line in message.splitlines()
+        if not (headers in line and (": note: " in line or line.startswith("In file included from")))
+        and not line.startswith("In file included from <stdin>")
+        and not (line.startswith(f"{ENTRY}:") and ": note: " in line)
+        and not line.endswith((" error generated.", " errors generated."))
+    ]
+    return "\n".join(told)
+
+
+def _finish_assembly(assembly: str) -> str:
+    lines = []
+    for line in assembly.splitlines():
+        mnemonic, tab, operands = line.lstrip("\t").partition("\t")
+        lines.append(f"\t{UNALIGNED_MOVES[mnemonic]}{tab}{operands}" if mnemonic in UNALIGNED_MOVES else line)
+    waits = int("vmps_wait_simdgroup" in assembly or "vmps_wait_threadgroup" in assembly)
+    lines += ["\t.section .rodata", "\t.balign 4", "\t.globl vmps_kernel_waits", "\t.hidden vmps_kernel_waits"]
+    lines += ["vmps_kernel_waits:", f"\t.long {waits}", ""]
+    return "\n".join(lines)
+
+
+def _link(assembly: Path, output: Path) -> None:
+    command = [
+        toolchain.clang(),
+        *toolchain.machine_flags(),
+        "-shared",
+        "-nostartfiles",
+        "-x",
+        "assembler",
+        str(assembly),
+    ]
+    command += ["-x", "none", str(runtime.build_runtime()), "-lm", "-Wl,-z,defs", "-o", str(output)]
+    result = toolchain.run(command)
+    if result.returncode:
+        raise CompileError(result.stderr.strip())

@@ -1,0 +1,91 @@
+// <metal_atomic>.
+#pragma once
+#include "lane.h"
+
+namespace metal {
+enum memory_order {
+  memory_order_relaxed,
+  memory_order_acquire,
+  memory_order_release,
+  memory_order_acq_rel,
+  memory_order_seq_cst,
+};
+enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
+VMPS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+template <class T>
+struct alignas(sizeof(T) < 4 ? 4 : sizeof(T)) atomic {
+  T value;
+};
+typedef atomic<int> atomic_int;
+typedef atomic<uint> atomic_uint;
+typedef atomic<bool> atomic_bool;
+typedef atomic<float> atomic_float;
+typedef atomic<ulong> atomic_ulong;
+}  // namespace metal
+
+namespace vmps {
+template <class T, class Operation>
+VMPS_INLINE T exchange_with(T* p, Operation operation) {
+  T old, next;
+  __atomic_load(p, &old, __ATOMIC_RELAXED);
+  do next = operation(old);
+  while (!__atomic_compare_exchange(p, &old, &next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
+  return old;
+}
+}  // namespace vmps
+
+namespace metal {
+// `value` has a deduced type of its own: Metal converts it to the atomic's.
+#define VMPS_FETCH(space, name, expression)                                                          \
+  template <class T, class U>                                                                        \
+  VMPS_INLINE T atomic_fetch_##name##_explicit(volatile space atomic<T>* p, U value, memory_order) { \
+    T b = T(value);                                                                                  \
+    return vmps::exchange_with((T*)&p->value, [b](T a) { return T(expression); });                   \
+  }
+#define VMPS_ATOMICS(space)                                                                                        \
+  VMPS_FETCH(space, add, a + b)                                                                                    \
+  VMPS_FETCH(space, sub, a - b)                                                                                    \
+  VMPS_FETCH(space, min, b < a ? b : a)                                                                            \
+  VMPS_FETCH(space, max, a < b ? b : a)                                                                            \
+  VMPS_FETCH(space, and, a& b)                                                                                     \
+  VMPS_FETCH(space, or, a | b)                                                                                     \
+  VMPS_FETCH(space, xor, a ^ b)                                                                                    \
+  template <class U>                                                                                               \
+  VMPS_INLINE void atomic_min_explicit(volatile space atomic<ulong>* p, U value, memory_order order) {             \
+    atomic_fetch_min_explicit(p, value, order);                                                                    \
+  }                                                                                                                \
+  template <class U>                                                                                               \
+  VMPS_INLINE void atomic_max_explicit(volatile space atomic<ulong>* p, U value, memory_order order) {             \
+    atomic_fetch_max_explicit(p, value, order);                                                                    \
+  }                                                                                                                \
+  template <class T, class U>                                                                                      \
+  VMPS_INLINE void atomic_store_explicit(volatile space atomic<T>* p, U value, memory_order) {                     \
+    T b = T(value);                                                                                                \
+    __atomic_store((T*)&p->value, &b, __ATOMIC_SEQ_CST);                                                           \
+  }                                                                                                                \
+  template <class T>                                                                                               \
+  VMPS_INLINE T atomic_load_explicit(const volatile space atomic<T>* p, memory_order) {                            \
+    T b;                                                                                                           \
+    __atomic_load((const T*)&p->value, &b, __ATOMIC_SEQ_CST);                                                      \
+    return b;                                                                                                      \
+  }                                                                                                                \
+  template <class T, class U>                                                                                      \
+  VMPS_INLINE T atomic_exchange_explicit(volatile space atomic<T>* p, U value, memory_order) {                     \
+    T b = T(value), old;                                                                                           \
+    __atomic_exchange((T*)&p->value, &b, &old, __ATOMIC_SEQ_CST);                                                  \
+    return old;                                                                                                    \
+  }                                                                                                                \
+  template <class T, class U>                                                                                      \
+  VMPS_INLINE bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* p, thread T* expected, U value, \
+                                                         memory_order, memory_order) {                             \
+    T b = T(value);                                                                                                \
+    return __atomic_compare_exchange((T*)&p->value, expected, &b, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);      \
+  }
+VMPS_ATOMICS(device)
+VMPS_ATOMICS(threadgroup)
+#undef VMPS_ATOMICS
+#undef VMPS_FETCH
+}  // namespace metal

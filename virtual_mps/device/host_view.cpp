@@ -1,0 +1,122 @@
+#include "host_view.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/zeros.h>
+
+#include "memory.h"
+#include "messages.h"
+
+namespace vmps {
+
+int HostView::Index::find(const void* object) const {
+  if (!map_.empty()) {
+    auto found = map_.find(object);
+    return found == map_.end() ? -1 : found->second;
+  }
+  for (size_t i = 0; i < objects_.size(); i++)
+    if (objects_[i] == object) return static_cast<int>(i);
+  return -1;
+}
+
+void HostView::Index::add(const void* object) {
+  objects_.push_back(object);
+  if (objects_.size() < kLinear) return;
+  if (map_.empty())
+    for (size_t i = 0; i + 1 < objects_.size(); i++) map_.emplace(objects_[i], static_cast<int>(i));
+  map_.emplace(object, static_cast<int>(objects_.size() - 1));
+}
+
+void HostView::add(StoragePair pair) {
+  device_storages_.add(pair.device.unsafeGetStorageImpl());
+  host_storages_.add(pair.host.unsafeGetStorageImpl());
+  storages_.push_back(std::move(pair));
+}
+
+c10::Storage HostView::to_host(const c10::Storage& device) {
+  const int known = device_storages_.find(device.unsafeGetStorageImpl());
+  if (known >= 0) return storages_[known].host;
+  c10::Storage host = host_alias(device);
+  add({device, host, host.data_ptr().get(), host.nbytes()});
+  return host;
+}
+
+c10::Storage HostView::to_device(const c10::Storage& host) {
+  const int known = host_storages_.find(host.unsafeGetStorageImpl());
+  if (known >= 0) return storages_[known].device;
+  c10::Storage device(c10::Storage::use_byte_size_t(), host.nbytes(), device_alias(host), &device_allocator(),
+                      /*resizable=*/true);
+  add({device, host, host.data_ptr().get(), host.nbytes()});
+  return device;
+}
+
+namespace {
+
+void copy_flags(const at::Tensor& from, const at::Tensor& to) {
+  if (from.is_conj()) to._set_conj(true);
+  if (from.is_neg()) to._set_neg(true);
+  if (from.unsafeGetTensorImpl()->is_wrapped_number()) to.unsafeGetTensorImpl()->set_wrapped_number(true);
+}
+
+at::Tensor tensor_like(const at::Tensor& model, c10::Storage storage, c10::DispatchKey key) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), model.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(model.sizes(), model.strides(), model.storage_offset());
+  copy_flags(model, tensor);
+  return tensor;
+}
+
+}  // namespace
+
+at::Tensor HostView::to_host(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  if (!tensor.is_mps()) {
+    host_arguments_.push_back(tensor);
+    return tensor;
+  }
+  const int known = device_tensors_.find(tensor.unsafeGetTensorImpl());
+  if (known >= 0) return tensors_[known].host;
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::Layout::Strided, "virtual_mps has only strided tensors, got ",
+                              tensor.layout());
+  at::Tensor host = tensor_like(tensor, to_host(tensor.storage()), c10::DispatchKey::CPU);
+  device_tensors_.add(tensor.unsafeGetTensorImpl());
+  host_tensors_.add(host.unsafeGetTensorImpl());
+  tensors_.push_back({tensor, host});
+  return host;
+}
+
+void HostView::write_back() {
+  for (auto& pair : storages_) {
+    const void* address = pair.host.data_ptr().get();
+    if (address == pair.address && pair.host.nbytes() == pair.bytes) continue;
+    if (address != pair.address) {
+      c10::Storage moved(c10::Storage::use_byte_size_t(), pair.host.nbytes(), std::move(pair.host.mutable_data_ptr()),
+                         nullptr, /*resizable=*/false);
+      pair.device.unsafeGetStorageImpl()->set_data_ptr_noswap(device_alias(moved));
+    }
+    pair.device.set_nbytes(pair.host.nbytes());
+  }
+  for (size_t i = 0; i < tensors_.size(); i++) {
+    auto* device = tensors_[i].device.unsafeGetTensorImpl();
+    auto* host = tensors_[i].host.unsafeGetTensorImpl();
+    const c10::Storage storage = to_device(host->storage());
+    if (storage.unsafeGetStorageImpl() != device->storage().unsafeGetStorageImpl())
+      device->set_storage_keep_dtype(storage);
+    if (device->sizes() != host->sizes() || device->strides() != host->strides() ||
+        device->storage_offset() != host->storage_offset())
+      device->set_sizes_and_strides(host->sizes(), host->strides(), host->storage_offset());
+  }
+}
+
+at::Tensor HostView::to_device(const at::Tensor& result) {
+  if (!result.defined() || !result.device().is_cpu()) return result;
+  const int known = host_tensors_.find(result.unsafeGetTensorImpl());
+  if (known >= 0) return tensors_[known].device;
+  for (auto& argument : host_arguments_)
+    if (argument.unsafeGetTensorImpl() == result.unsafeGetTensorImpl()) return result;
+  TORCH_CHECK_NOT_IMPLEMENTED(result.layout() == c10::Layout::Strided, "virtual_mps has only strided tensors, got ",
+                              result.layout());
+  TORCH_CHECK_TYPE(result.scalar_type() != at::kDouble, kNoFloat64);
+  if (result._is_zerotensor()) return to_device(at::zeros(result.sizes(), result.options()));  // has no storage
+  return tensor_like(result, to_device(result.storage()), c10::DispatchKey::MPS);
+}
+
+}  // namespace vmps
