@@ -1,9 +1,12 @@
 """Loads the native half into this process, and gives PyTorch's Python layer what only a Mac build has."""
 
+import atexit
 import ctypes
 import importlib.util
 import os
 import sys
+import time
+from pathlib import Path
 from types import ModuleType
 
 from . import EnvironmentProblem, _build, _environment
@@ -28,7 +31,23 @@ def load() -> ModuleType:
     native.configure_executor(sys.executable, str(_build.PACKAGE.parent), "")
     native.register_stock_ops((built / "real_kernels.txt").read_text().split())
     _complete_torch(torch, native)
+    atexit.register(_finish_autograd, torch, os.getpid())
     return native
+
+
+def _finish_autograd(torch: ModuleType, process: int) -> None:
+    """Waits until autograd's thread of the device has let go of the last results that it handed out.
+
+    It may do so after the caller goes on, and needs Python for it. Once Python is about to end, that aborts the process
+    on Linux (`pthread_exit` unwinds through C++ there, not on a Mac). The thread takes one task after another, so a
+    backward pass that returns nothing to Python tells when it is through with those before.
+    """
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if os.getpid() != process or "pt_autograd_0" not in names:  # autograd was not used, or cannot be in a fork
+        return
+    last = torch.zeros((), device="mps", requires_grad=True) * 1
+    last.backward()
+    time.sleep(0.01)  # for the rest of this one
 
 
 def _import_globally(name: str, path: os.PathLike) -> ModuleType:

@@ -93,6 +93,19 @@ def test_a_process_ends_quietly_with_work_pending(mps):
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
+@pytest.mark.parametrize("end", ["g = torch.autograd.grad(y.sum(), x)", "y.sum().backward()"])
+def test_a_process_ends_quietly_after_a_backward_pass(mps, end):
+    code = (
+        "import torch, virtual_mps\n"
+        "virtual_mps.activate()\n"
+        "x = torch.ones(1000, device='mps', requires_grad=True); y = x * 2\n"
+        f"{end}"
+    )
+    for _ in range(3):
+        result = run(code)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_the_command_line_builds(mps):
     result = subprocess.run(
         [sys.executable, "-m", "virtual_mps", "build"], cwd=REPOSITORY, capture_output=True, text=True, check=True
