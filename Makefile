@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Another says that the extension is built from the present sources.
 BUILT := $(VENV)/.built
-PIP := $(BIN)/python -m pip install -q -c constraints.txt
+# setuptools warns about what an editable installation is.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt
 
 # On Linux the extension is built and tested on virtual_mps, which stands in for Apple's frameworks. `make test
 # VIRTUAL_MPS=0` does without: the operators' eager twins, on the CPU alone.
@@ -46,7 +47,7 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	@$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: setup
 	$(BIN)/ruff format .
