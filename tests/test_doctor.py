@@ -63,6 +63,7 @@ def test_an_extension_that_does_not_load_is_a_reason_and_no_crash(monkeypatch):
     def broken(name):
         raise OSError("libtorch_metalk: symbol not found")
 
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
     monkeypatch.setattr(_extension.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(_extension.importlib, "import_module", broken)
     status = _extension._load()

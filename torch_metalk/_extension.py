@@ -23,6 +23,8 @@ def _load() -> Status:
         if not torch.backends.mps.is_built():
             return Status(False, "not built: this torch has no mps device, which the extension is for")
         return Status(False, "not built: install with `pip install --no-build-isolation .` where clang++ is available")
+    if not torch.backends.mps.is_built():
+        return Status(False, "built, but this torch has no mps device, which it is for")
     try:
         importlib.import_module(_MODULE)
     except (ImportError, OSError) as error:
