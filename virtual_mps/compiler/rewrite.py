@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from .kernels import Offer
 from .source import Edits, Node, Source, captures, query
+from .toolchain import CompileError
 
 _CONSTRUCTS = query(
     """
@@ -19,6 +20,7 @@ _CONSTRUCTS = query(
     (attribute_declaration) @attribute
     (compound_statement (declaration) @local)
     (parameter_declaration) @parameter
+    [(throw_statement) (try_statement)] @exception
     [(function_declarator) (abstract_function_declarator)] @function_declarator
     """
 )
@@ -29,6 +31,9 @@ def rewrite(source: Source, offer: Offer, constants: Mapping[str, str]) -> Edits
     """constants: C++ expressions for the function constants that are set."""
     edits = Edits(source.text)
     found = captures(_CONSTRUCTS, source.root)
+    for node in found.get("exception", []):
+        # clang lets it pass in device code, where it would end the process.
+        raise CompileError(f"{source.location(node.start_byte)}: error: Metal has no exceptions")
     _unroll_pragmas(source, edits)
     _function_constants(source, offer, constants, edits, found.get("call", []))
     for node in offer.instantiations:
