@@ -2,8 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-
-#include <initializer_list>
+#include <ATen/ops/empty.h>
 
 namespace torch_metalk {
 
@@ -14,8 +13,10 @@ struct Rows {
   int64_t columns;
   int64_t stride;
 
-  // Whether loads of four elements are aligned in every row.
-  bool aligned() const { return columns % 4 == 0 && stride % 4 == 0 && tensor.storage_offset() % 4 == 0; }
+  // Whether every row starts at a multiple of four elements, here and in a contiguous tensor of the same rows.
+  bool aligned() const {
+    return tensor.storage_offset() % 4 == 0 && (count == 1 || (columns % 4 == 0 && stride % 4 == 0));
+  }
 };
 
 // Without a copy where the leading dimensions have one common stride; else of a contiguous copy.
@@ -37,5 +38,13 @@ inline Rows as_rows(const at::Tensor& t) {
   }
   return dense ? Rows{t, count, columns, stride} : Rows{t.contiguous(), count, columns, columns};
 }
+
+// What operators return: contiguous whatever `like` is.
+inline at::Tensor empty_contiguous(const at::Tensor& like) {
+  return at::empty(like.sizes(), like.options().memory_format(at::MemoryFormat::Contiguous));
+}
+
+// Kernels count elements of a row, and rows, with 32 bits, and add a few before they compare.
+constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1;
 
 }  // namespace torch_metalk

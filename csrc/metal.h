@@ -12,13 +12,19 @@
 
 namespace torch_metalk {
 
-// What a kernel declares in one of its slots: a tensor, an absent optional, or plain bytes.
+// Buffer slots and bytes of setBytes that Metal has (Metal feature set tables).
+constexpr size_t kMaxSlots = 31;
+constexpr size_t kMaxBytes = 4096;
+
+// What a kernel declares in one of its slots: a tensor, an absent optional, or plain bytes (at most kMaxBytes).
 class Argument {
  public:
   Argument(const at::Tensor& tensor) : tensor_(&tensor) {}  // NOLINT: implicit, so that a call reads like one
   Argument(const std::optional<at::Tensor>& tensor) : tensor_(tensor ? &*tensor : nullptr) {}  // NOLINT
   template <typename T, std::enable_if_t<std::is_trivially_copyable_v<T>, int> = 0>
   Argument(const T& value) : bytes_(&value), size_(sizeof(T)) {}  // NOLINT
+  template <typename T>
+  Argument(const std::vector<T>& values) : bytes_(values.data()), size_(values.size() * sizeof(T)) {}  // NOLINT
 
   const at::Tensor* tensor() const { return tensor_; }
   const void* bytes() const { return bytes_; }
@@ -46,6 +52,11 @@ void dispatch(const Launch& launch, std::initializer_list<Argument> arguments);
 
 // The largest threadgroup that the pipeline of this kernel takes on this device.
 uint32_t max_threads(const Launch& launch);
+
+// Chooses between the two kernels that work on one row in a threadgroup, `<stem>_single_row<types>` and
+// `<stem>_looped<types>`, and the threads of a threadgroup.
+void choose_row_kernel(
+    Launch& launch, const std::string& stem, const std::string& types, int64_t columns, int64_t columns_per_thread);
 
 // "float", "half" or "bfloat": how a dtype is called in the names of kernels.
 const char* metal_type(at::ScalarType dtype);

@@ -11,12 +11,10 @@
 #include <map>
 #include <mutex>
 
+#include "geometry.h"
+
 namespace torch_metalk {
 namespace {
-
-// Buffer slots and bytes of setBytes that Metal has (Metal feature set tables).
-constexpr size_t kMaxSlots = 31;
-constexpr size_t kMaxBytes = 4096;
 
 // Everything made once per process; guarded, since several threads may call operators.
 std::mutex cache_mutex;
@@ -155,6 +153,17 @@ void dispatch(const Launch& launch, std::initializer_list<Argument> arguments) {
 uint32_t max_threads(const Launch& launch) {
   @autoreleasepool {
     return static_cast<uint32_t>(pipeline(launch).maxTotalThreadsPerThreadgroup);
+  }
+}
+
+void choose_row_kernel(
+    Launch& launch, const std::string& stem, const std::string& types, int64_t columns, int64_t columns_per_thread) {
+  launch.kernel = stem + "_single_row" + types;
+  const RowGeometry geometry = row_geometry(columns, columns_per_thread, max_threads(launch));
+  launch.threads = geometry.threads;
+  if (geometry.looped) {
+    launch.kernel = stem + "_looped" + types;
+    launch.threads = std::min(geometry.threads, max_threads(launch));
   }
 }
 

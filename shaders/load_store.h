@@ -3,11 +3,11 @@
 
 #include <metal_stdlib>
 
-// Elements i to i + 3 of a row of `count`. The vectorised form needs a row that starts at a multiple of 4 elements and
-// a count that is one; the other takes any, and gives 0 for what lies behind the end.
+// Elements i to i + 3 of a row of `count`, which is below 2^31. Where rows start at multiples of 4 elements (`aligned`)
+// they are one access, but for the last few of a row; else each is its own. Loads give 0 for what lies behind the end.
 template <typename T>
-inline float4 load4(device const T* row, uint i, uint count, bool vectorized) {
-  if (vectorized) {
+inline float4 load4(device const T* row, uint i, uint count, bool aligned) {
+  if (aligned && i + 4 <= count) {
     return float4(*reinterpret_cast<device const metal::vec<T, 4>*>(row + i));
   }
   float4 values = 0.0f;
@@ -18,8 +18,8 @@ inline float4 load4(device const T* row, uint i, uint count, bool vectorized) {
 }
 
 template <typename T>
-inline void store4(device T* row, uint i, uint count, bool vectorized, float4 values) {
-  if (vectorized) {
+inline void store4(device T* row, uint i, uint count, bool aligned, float4 values) {
+  if (aligned && i + 4 <= count) {
     *reinterpret_cast<device metal::vec<T, 4>*>(row + i) = metal::vec<T, 4>(values);
     return;
   }

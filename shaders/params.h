@@ -17,3 +17,41 @@ struct RMSNormParams {
   float weight_offset;
   uint32_t unused;  // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
 };
+
+struct GatedParams {
+  uint64_t gate_stride;      // elements from one row of gate to the next
+  uint64_t up_stride;        // the same of up
+  uint64_t dy_stride;        // the same of dy, in the backward kernels
+  uint64_t gradient_stride;  // the same of dgate and dup
+  uint32_t columns;
+  uint32_t unused;  // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
+};
+
+// Where the heads of one tensor lie: elements from one batch element, head and position to the next.
+struct RopeTensor {
+  uint64_t x_batch, x_head, x_position;
+  uint64_t y_batch, y_head, y_position;
+};
+
+struct RopeParams {
+  RopeTensor tensors[2];
+  uint64_t angle_batch;  // elements from one batch element of the cosines and sines, or of the positions, to the next
+  uint64_t angle_position;  // and from one position
+  uint32_t heads[2];
+  uint32_t positions;
+  uint32_t pairs;      // half of the rotary width
+  uint32_t untouched;  // components behind the rotary width
+  float sign;          // -1 turns back
+};
+
+struct SoftmaxParams {
+  uint64_t x_stride;  // elements from one row of x to the next; in the backward kernel of dy
+  uint64_t y_stride;  // the same of y, in the backward kernel
+  uint64_t mask_batch, mask_head, mask_query, mask_key;  // strides of the mask, 0 where it broadcasts
+  uint32_t heads;
+  uint32_t queries;
+  uint32_t keys;
+  int32_t causal_shift;  // query i attends to keys up to i + causal_shift
+  float scale;
+  uint32_t unused;  // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
+};

@@ -7,7 +7,15 @@ import threading
 import pytest
 import torch
 
-from tests import test_attention, test_geglu, test_lora_linear, test_rms_norm, test_rope, test_rope_positions
+from tests import (
+    test_attention,
+    test_geglu,
+    test_lora_linear,
+    test_rms_norm,
+    test_rope,
+    test_rope_positions,
+    test_softmax,
+)
 from tests.operators import assert_rounding_only
 from torch_metalk import ops
 from torch_metalk.ops._operator import OPERATORS
@@ -39,6 +47,7 @@ MANY_ROWS = {
         lambda x: ops.rope_positions(x, 0, 10000.0, 4),
         lambda x: test_rope_positions.stock(x, 0, 10000.0, 4),
     ),
+    "softmax": (ops.softmax, test_softmax.stock),
     "lora_linear": (lambda x: ops.lora_linear(x, **adapter(x)), lambda x: test_lora_linear.stock(x, **adapter(x))),
     "attention": (lambda x: ops.attention(**heads(x))[0, 0], lambda x: test_attention.stock(**heads(x))[0, 0]),
 }

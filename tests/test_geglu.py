@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.operators import OpTests
+from tests.operators import OpTests, run
 from tests.test_swiglu import check_bad_gated_input, check_halves_of_one_projection, gated_case, make
 from torch_metalk import ops
 
@@ -52,7 +52,26 @@ def test_halves_of_one_projection(approximate, device):
     check_halves_of_one_projection(ops.geglu, device, approximate=approximate)
 
 
-def test_bad_input():
-    check_bad_gated_input("geglu", ops.geglu)
+def test_bad_input(device):
+    check_bad_gated_input("geglu", ops.geglu, device)
     with pytest.raises(ValueError, match=r"geglu.*'approximate' is 'sigmoid'; accepted: 'tanh', 'none'"):
         ops.geglu(torch.ones(2), torch.ones(2), "sigmoid")
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_accurate_everywhere(approximate, device):
+    """Between the pieces of the error function, far out where the exponential underflows, and where its square
+    overflows; value and slope."""
+    gate = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor([-1e30, -1e19, -200.0, 200.0, 1e19, 1e30])])
+    tensors = {"gate": gate.to(device), "up": torch.ones_like(gate, device=device)}
+    function = functools.partial(ops.geglu, approximate=approximate)
+    reference = functools.partial(stock, approximate=approximate)
+    ours, grads = run(function, tensors, ["gate"], [torch.ones_like(gate)])
+    exact, exact_grads = run(
+        reference, {n: t.cpu().double() for n, t in tensors.items()}, ["gate"], [torch.ones_like(gate).double()]
+    )
+    # Relative to the gate, since 1 + erf and 1 + tanh round at 1; the exact slope of the tails is 0 or 1.
+    error = (ours[0].cpu().double() - exact[0].detach()).abs() / gate.double().abs().clamp(min=1)
+    slope_error = (grads[0].cpu().double() - exact_grads[0].nan_to_num(0.0)).abs()
+    assert error.max() <= 4 * torch.finfo(torch.float32).eps
+    assert slope_error[gate.abs() <= 200].max() <= 8 * torch.finfo(torch.float32).eps

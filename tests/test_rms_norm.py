@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import torch
 
 import torch_metalk
 from tests.conftest import WITH_DEVICE
-from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, run
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, on_device, run
 from torch_metalk import ops
 
 
@@ -162,9 +161,9 @@ def test_norm_residual_norm(device):
         ({"x": torch.ones(2, 3).to_sparse()}, TypeError, "'x'"),
     ],
 )
-def test_bad_input(arguments, error, message):
+def test_bad_input(arguments, error, message, device):
     with pytest.raises(error, match=f"rms_norm.*{message}"):
-        ops.rms_norm(**arguments)
+        ops.rms_norm(**on_device(arguments, device))
 
 
 needs_metal = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no mps device")
@@ -176,33 +175,6 @@ def test_mps_runs_the_metal_kernels():
     found = torch_metalk.doctor()
     assert found["extension"] == {"loaded": True, "reason": ""}
     assert found["operators"]["rms_norm"]["mps"] == found["operators"]["rms_norm_backward"]["mps"] == "Metal"
-
-
-@needs_metal
-@pytest.mark.parametrize(
-    ("columns", "max_threads", "looped", "threads"),
-    [
-        # Four columns a thread, and whole simdgroups of 32 threads.
-        (1, 1024, False, 32),
-        (128, 1024, False, 32),
-        (129, 1024, False, 64),
-        (203, 1024, False, 64),  # 51 threads have something to read
-        (576, 1024, False, 160),  # SmolLM2-135M: 144 threads
-        (2048, 1024, False, 512),
-        # The longest row of one pass, and the next.
-        (4096, 1024, False, 1024),
-        (4097, 1024, True, 1024),
-        (2**32 - 1, 1024, True, 1024),
-        # Pipelines that take fewer threads, as those that need many registers do: 1,000 are 31 simdgroups.
-        (1024, 256, False, 256),
-        (1025, 256, True, 256),
-        (3968, 1000, False, 992),
-        (3969, 1000, True, 992),
-    ],
-)
-def test_launch_geometry(columns, max_threads, looped, threads):
-    native = importlib.import_module("torch_metalk._C")
-    assert native.rms_norm_geometry(columns, max_threads) == (looped, threads)
 
 
 ROOT = Path(__file__).parent.parent

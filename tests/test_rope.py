@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.operators import Case, OpTests, assert_rounding_only
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, on_device
 from torch_metalk import ops
 
 
@@ -23,10 +23,10 @@ def stock(x, cos, sin, seq_dim=-2, interleaved=False):
     width = cos.shape[-1]
     if interleaved:
         cos, sin = (t[..., : width // 2].repeat_interleave(2, -1) for t in (cos, sin))
-    if cos.dim() == 3 and x.dim() == 4:
-        cos, sin = (t.unsqueeze(1 if seq_dim == -2 else 2) for t in (cos, sin))
-    elif x.dim() == 4 and seq_dim != -2:
-        cos, sin = (t.unsqueeze(1) for t in (cos, sin))
+    shape = [1] * x.dim()
+    shape[0] = cos.shape[0] if cos.dim() == 3 else 1
+    shape[seq_dim], shape[-1] = cos.shape[-2:]
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
     rotary, rest = x[..., :width], x[..., width:]
     turned = rotary * cos + (rotate_pairs(rotary) if interleaved else rotate_half(rotary)) * sin
     return torch.cat((turned, rest), -1).to(x.dtype)
@@ -68,6 +68,12 @@ class TestRope(OpTests):
         case("float32 table", (2, 3, 5, 8), (2, 5), 8, keep_dtype=("cos", "sin")),
         case("rank 2", (5, 6), (5,), 6),
         case("odd head", (1, 2, 4, 7), (1, 4), 6),
+        case("rank 3", (2, 5, 8), (2, 5), 8, seq_dim=1),
+        case("rank 3, heads last", (5, 3, 8), (5,), 8, seq_dim=0),
+        case("rank 5", (2, 2, 3, 5, 8), (2, 5), 8),
+        case("rank 5, heads last", (2, 5, 2, 3, 8), (2, 5), 8, seq_dim=1),
+        case("vectors behind the width", (2, 5, 3, 24), (1, 5), 16, seq_dim=1),
+        case("more heads than a thread takes", (1, 9, 3, 16), (1, 3), 16),
         Case(
             "q and k",
             lambda: {"q": torch.randn(2, 4, 5, 8), "k": torch.randn(2, 1, 5, 8)} | angles(2, 5, width=8),
@@ -153,11 +159,35 @@ X, TABLE = torch.ones(2, 3, 5, 8), torch.ones(1, 5, 8)
         ({"cos": TABLE.to("meta"), "sin": TABLE.to("meta")}, ValueError, "'cos' is on meta"),
     ],
 )
-def test_bad_input(arguments, error, message):
+def test_bad_input(arguments, error, message, device):
     with pytest.raises(error, match=f"rope.*{message}"):
-        ops.rope(**({"x": X, "cos": TABLE, "sin": TABLE} | arguments))
+        ops.rope(**on_device({"x": X, "cos": TABLE, "sin": TABLE} | arguments, device))
 
 
 def test_bad_input_of_q_and_k():
     with pytest.raises(TypeError, match=r"rope_qk.*'k' is of dtype torch.float16"):
         ops.rope_qk(X, X.half(), TABLE, TABLE)
+
+
+def test_many_tensors_of_different_shapes(device):
+    """The operator takes any number of tensors: pairs share a dispatch, what does not fit together does not."""
+    table = {n: t.to(device) for n, t in angles(5, width=8).items()}
+    xs = [
+        torch.randn(shape, device=device) for shape in ((2, 3, 5, 8), (1, 1, 5, 8), (1, 2, 5, 12), (5, 8), (0, 1, 5, 8))
+    ]
+    results = torch.ops.torch_metalk.rope(xs, table["cos"], table["sin"], -2, False, False)
+    for x, y in zip(xs, results, strict=True):
+        assert_rounding_only(y, ops.rope(x, **table))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_work_than_one_threadgroup(dtype, device):
+    q, k = (torch.randn(2, 67, heads, 64).to(device, dtype).transpose(1, 2) for heads in (9, 3))
+    table = angles(2, 67, width=64)
+    exact_table = {n: t.to(dtype).double() for n, t in table.items()}
+    table = {n: t.to(device, dtype) for n, t in table.items()}
+    results = ops.rope_qk(q, k, **table)
+    expected = stock_qk(q.cpu(), k.cpu(), **{n: t.cpu() for n, t in table.items()})
+    exact = stock_qk(q.cpu().double(), k.cpu().double(), **exact_table)
+    for i, triple in enumerate(zip(results, expected, exact, strict=True)):
+        assert_accurate(*triple, f"tensor {i}")

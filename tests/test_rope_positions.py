@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.operators import Case, OpTests, assert_rounding_only
+from tests.operators import Case, OpTests, assert_rounding_only, on_device
 from tests.test_rope import stock as stock_rope
 from torch_metalk import ops
 
@@ -53,6 +53,8 @@ class TestRopePositions(OpTests):
         case("scale", (1, 2, 5, 8), 1, 10000.0, 8, scale=0.125),
         case("rank 2", (5, 8), 3, 10000.0, 8),
         case("rank 3", (2, 5, 8), [3, 4], 10000.0, 8),
+        case("rank 5", (2, 2, 3, 5, 8), [3, 4], 10000.0, 8),
+        case("odd width", (2, 3, 5, 7), 4, 10000.0, 6),
     )
 
 
@@ -124,7 +126,21 @@ def test_empty(shape, device):
         ({"x": torch.ones(2, 3, 5, 8).long()}, TypeError, "'x' is of dtype torch.int64"),
     ],
 )
-def test_bad_input(arguments, error, message):
+def test_bad_input(arguments, error, message, device):
     good = {"x": torch.ones(2, 3, 5, 8), "positions": 0, "base": 10000.0, "dims": 8}
     with pytest.raises(error, match=f"rope_positions.*{message}"):
-        ops.rope_positions(**(good | arguments))
+        ops.rope_positions(**on_device(good | arguments, device))
+
+
+def test_a_width_whose_turns_fit_no_argument(device):
+    """4 KB of arguments hold the turns of 512 pairs; more go through a buffer."""
+    x = torch.randn(1, 1, 3, 1100)
+    ours = ops.rope_positions(x.to(device), 50, 10000.0, 1030)
+    assert_rounding_only(ours.cpu(), stock(x.double(), 50, 10000.0, 1030).float())
+
+
+def test_positions_by_their_strides(device):
+    positions = torch.arange(20, dtype=torch.int32, device=device).view(5, 4)[:, ::2].T
+    x = torch.randn(2, 1, 5, 8, device=device)
+    expected = ops.rope_positions(x, positions.contiguous(), 10000.0, 8)
+    assert torch.equal(ops.rope_positions(x, positions, 10000.0, 8), expected)

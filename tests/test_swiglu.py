@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.operators import Case, OpTests, assert_rounding_only
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, on_device, run
 from torch_metalk import ops
 
 
@@ -16,7 +16,7 @@ def gated_case(name, make, ours, stock):
     return Case(name, make, ours, stock, saved=("gate", "up"))
 
 
-def check_bad_gated_input(op, function, *args):
+def check_bad_gated_input(op, function, device):
     """What SwiGLU and GeGLU refuse alike."""
     ones = torch.ones(2, 3)
     for up, error, message in (
@@ -27,7 +27,7 @@ def check_bad_gated_input(op, function, *args):
         (ones.int(), TypeError, "'up' is of dtype torch.int32"),
     ):
         with pytest.raises(error, match=f"{op}.*{message}"):
-            function(ones, up, *args)
+            function(**on_device({"gate": ones, "up": up}, device))
 
 
 def check_halves_of_one_projection(function, device, **kwargs):
@@ -43,11 +43,14 @@ def check_halves_of_one_projection(function, device, **kwargs):
     assert_rounding_only(grad, torch.cat(grads, -1))
 
 
+def stock(gate, up):
+    return F.silu(gate) * up
+
+
 class TestSwiGLU(OpTests):
     op = "swiglu"
     cases = tuple(
-        gated_case(str(shape), make(*shape), ops.swiglu, lambda gate, up: F.silu(gate) * up)
-        for shape in ((3, 5, 33), (2, 64), (7,), (4, 1))
+        gated_case(str(shape), make(*shape), ops.swiglu, stock) for shape in ((3, 5, 33), (2, 64), (7,), (4, 1))
     )
 
 
@@ -75,5 +78,27 @@ def test_extreme_gates(device):
     torch.testing.assert_close(grad.cpu().double(), exact_grad, rtol=1e-6, atol=1e-30)
 
 
-def test_bad_input():
-    check_bad_gated_input("swiglu", ops.swiglu)
+def test_bad_input(device):
+    check_bad_gated_input("swiglu", ops.swiglu, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5000), (3, 2052), (2, 4099)], ids=str)
+def test_rows_of_several_threadgroups(rows, columns, dtype, device):
+    """Views of one projection, aligned for vectors and not: rows are cut into pieces, and the last one is not whole."""
+    fused = torch.randn(rows, 2 * columns).to(device, dtype)
+    gate, up = fused.chunk(2, -1)
+    tensors = {"gate": gate, "up": up}
+    ours, grads = run(ops.swiglu, tensors, ["gate", "up"])
+    exact, exact_grads = run(stock, {n: t.cpu().double() for n, t in tensors.items()}, ["gate", "up"])
+    expected, expected_grads = run(stock, {n: t.cpu() for n, t in tensors.items()}, ["gate", "up"])
+    assert_accurate(ours[0], expected[0], exact[0], "y")
+    for name, *triple in zip(tensors, grads, expected_grads, exact_grads, strict=True):
+        assert_accurate(*triple, name)
+
+
+def test_a_large_tensor_is_one_row(device):
+    """More columns than one row of a model has, and a number that no vector divides."""
+    gate = torch.randn(2**20 + 3, device=device)
+    y = ops.swiglu(gate, gate)
+    assert_rounding_only(y.cpu(), stock(gate.cpu(), gate.cpu()))

@@ -6,6 +6,7 @@ from torch_metalk.ops.lora_linear import lora_linear
 from torch_metalk.ops.rms_norm import rms_norm
 from torch_metalk.ops.rope import rope, rope_qk
 from torch_metalk.ops.rope_positions import rope_positions
+from torch_metalk.ops.softmax import softmax
 from torch_metalk.ops.swiglu import swiglu
 
-__all__ = ["attention", "geglu", "lora_linear", "rms_norm", "rope", "rope_positions", "rope_qk", "swiglu"]
+__all__ = ["attention", "geglu", "lora_linear", "rms_norm", "rope", "rope_positions", "rope_qk", "softmax", "swiglu"]

@@ -1,0 +1,214 @@
+// Softmax over the last dimension with scale and mask, forward and backward. One threadgroup works on a row; statistics
+// are float32 and in a fixed order. What a mask hides is not read where position hides it, and written as 0.
+//
+// T is the type of x and y, M of the mask: bool, T, or float.
+#include <metal_stdlib>
+
+#include "load_store.h"
+#include "params.h"
+#include "reduce.h"
+
+using namespace metal;
+
+constant bool vectorized [[function_constant(0)]];  // rows start at multiples of 4 elements
+constant bool has_mask [[function_constant(1)]];
+constant bool causal [[function_constant(2)]];
+
+constant constexpr uint max_simdgroups = 32;
+constant constexpr uint vectors_per_thread = 2;  // of a row, in the single-row kernels
+
+inline float masked(float score, bool visible) { return visible ? score : -INFINITY; }
+
+// -inf hides even a score that is NaN.
+template <typename M>
+inline float masked(float score, M bias) {
+  return float(bias) == -INFINITY ? -INFINITY : score + float(bias);
+}
+
+// Keys from here on are hidden by position.
+inline uint visible_keys(uint query, constant SoftmaxParams& p) {
+  return causal ? uint(clamp(long(query) + p.causal_shift + 1, long(0), long(p.keys))) : p.keys;
+}
+
+template <typename M>
+inline device const M* mask_row(device const M* mask, uint row, constant SoftmaxParams& p) {
+  const uint query = row % p.queries, head = row / p.queries % p.heads, batch = row / p.queries / p.heads;
+  return mask + batch * p.mask_batch + head * p.mask_head + query * p.mask_query;
+}
+
+// Scores i to i + 3 of a row with scale and mask, -inf where hidden or behind the end.
+template <typename T, typename M>
+inline float4 scores4(device const T* x, device const M* mask, uint i, uint visible, constant SoftmaxParams& p) {
+  float4 scores = load4(x, i, visible, vectorized) * p.scale;
+  for (uint k = 0; k < 4; ++k) {
+    if (i + k >= visible) {
+      scores[k] = -INFINITY;
+    } else if (has_mask) {
+      scores[k] = masked(scores[k], mask[(i + k) * p.mask_key]);
+    }
+  }
+  return scores;
+}
+
+inline float max4(float4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
+inline float sum4(float4 v) { return dot(v, float4(1.0f)); }
+
+// What to subtract from scores of this maximum: of a row without anything to attend to it is -inf, and its terms 0.
+inline float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+inline float4 quotient(float4 terms, float sum) { return sum == 0.0f ? float4(0.0f) : terms / sum; }
+
+// Rows of at most vectors_per_thread vectors a thread: scores stay in registers.
+template <typename T, typename M>
+[[kernel]] void softmax_single_row(device const T* x [[buffer(0)]],  // [rows, keys], rows x_stride apart
+                                   device const M* mask
+                                   [[buffer(1)]],              // [batch, heads, queries, keys] by strides, or unbound
+                                   device T* y [[buffer(2)]],  // [rows, keys]
+                                   constant SoftmaxParams& p [[buffer(3)]],
+                                   uint row [[threadgroup_position_in_grid]],
+                                   uint thread_index [[thread_position_in_threadgroup]],
+                                   uint threads [[threads_per_threadgroup]],
+                                   uint lane [[thread_index_in_simdgroup]],
+                                   uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                   uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
+  device const M* mask_values = has_mask ? mask_row(mask, row, p) : mask;
+  const uint visible = visible_keys(row % p.queries, p);
+  float4 scores[vectors_per_thread];
+  float maximum = -INFINITY;
+  for (uint k = 0; k < vectors_per_thread; ++k) {
+    scores[k] = scores4(x + row * p.x_stride, mask_values, 4 * (k * threads + thread_index), visible, p);
+    maximum = max(maximum, max4(scores[k]));
+  }
+  const float shift = shift_of(threadgroup_max(maximum, partial_max, lane, simdgroup, simdgroups));
+  float sum = 0.0f;
+  for (uint k = 0; k < vectors_per_thread; ++k) {
+    scores[k] = exp(scores[k] - shift);
+    sum += sum4(scores[k]);
+  }
+  sum = threadgroup_sum(sum, partial_sum, lane, simdgroup, simdgroups);
+  for (uint k = 0; k < vectors_per_thread; ++k) {
+    const uint i = 4 * (k * threads + thread_index);
+    store4(y + ulong(row) * p.keys, i, p.keys, vectorized, quotient(scores[k], sum));
+  }
+}
+
+// Rows of any length: x and mask are read twice. Each thread keeps the sum for the maximum it has seen so far (Milakov
+// and Gimelshein, arXiv:1805.02867).
+template <typename T, typename M>
+[[kernel]] void softmax_looped(device const T* x [[buffer(0)]],  // [rows, keys], rows x_stride apart
+                               device const M* mask
+                               [[buffer(1)]],              // [batch, heads, queries, keys] by strides, or unbound
+                               device T* y [[buffer(2)]],  // [rows, keys]
+                               constant SoftmaxParams& p [[buffer(3)]],
+                               uint row [[threadgroup_position_in_grid]],
+                               uint thread_index [[thread_position_in_threadgroup]],
+                               uint threads [[threads_per_threadgroup]],
+                               uint lane [[thread_index_in_simdgroup]],
+                               uint simdgroup [[simdgroup_index_in_threadgroup]],
+                               uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
+  device const M* mask_values = has_mask ? mask_row(mask, row, p) : mask;
+  device const T* x_row = x + row * p.x_stride;
+  const uint visible = visible_keys(row % p.queries, p);
+  float maximum = -INFINITY, sum = 0.0f;
+  for (uint i = 4 * thread_index; i < visible; i += 4 * threads) {
+    const float4 scores = scores4(x_row, mask_values, i, visible, p);
+    const float larger = max(maximum, max4(scores));
+    sum = sum * exp(maximum - shift_of(larger)) + sum4(exp(scores - shift_of(larger)));
+    maximum = larger;
+  }
+  const float shift = shift_of(threadgroup_max(maximum, partial_max, lane, simdgroup, simdgroups));
+  sum = threadgroup_sum(sum * exp(maximum - shift), partial_sum, lane, simdgroup, simdgroups);
+  for (uint i = 4 * thread_index; i < p.keys; i += 4 * threads) {
+    const float4 terms = exp(scores4(x_row, mask_values, i, visible, p) - shift);
+    store4(y + ulong(row) * p.keys, i, p.keys, vectorized, quotient(terms, sum));
+  }
+}
+
+// Terms of sum(dy * y). Where y is 0 nothing counts, not even a dy that is not finite.
+inline float4 weighted(float4 dy, float4 y) { return select(dy * y, float4(0.0f), y == 0.0f); }
+
+inline float4 gradient(float4 dy, float4 y, float sum, float scale) {
+  return select(y * (dy - sum) * scale, float4(0.0f), y == 0.0f);
+}
+
+template <typename T>
+[[kernel]] void softmax_backward_single_row(device const T* dy [[buffer(0)]],  // [rows, keys], rows x_stride apart
+                                            device const T* y [[buffer(1)]],   // [rows, keys], rows y_stride apart
+                                            device T* dx [[buffer(2)]],        // [rows, keys]
+                                            constant SoftmaxParams& p [[buffer(3)]],
+                                            uint row [[threadgroup_position_in_grid]],
+                                            uint thread_index [[thread_position_in_threadgroup]],
+                                            uint threads [[threads_per_threadgroup]],
+                                            uint lane [[thread_index_in_simdgroup]],
+                                            uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                            uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[max_simdgroups];
+  float4 incoming[vectors_per_thread], values[vectors_per_thread];
+  float sum = 0.0f;
+  for (uint k = 0; k < vectors_per_thread; ++k) {
+    const uint i = 4 * (k * threads + thread_index);
+    incoming[k] = load4(dy + row * p.x_stride, i, p.keys, vectorized);
+    values[k] = load4(y + row * p.y_stride, i, p.keys, vectorized);
+    sum += sum4(weighted(incoming[k], values[k]));
+  }
+  sum = threadgroup_sum(sum, partial, lane, simdgroup, simdgroups);
+  for (uint k = 0; k < vectors_per_thread; ++k) {
+    const uint i = 4 * (k * threads + thread_index);
+    store4(dx + ulong(row) * p.keys, i, p.keys, vectorized, gradient(incoming[k], values[k], sum, p.scale));
+  }
+}
+
+// The same for rows of any length: dy and y are read twice.
+template <typename T>
+[[kernel]] void softmax_backward_looped(device const T* dy [[buffer(0)]],  // [rows, keys], rows x_stride apart
+                                        device const T* y [[buffer(1)]],   // [rows, keys], rows y_stride apart
+                                        device T* dx [[buffer(2)]],        // [rows, keys]
+                                        constant SoftmaxParams& p [[buffer(3)]],
+                                        uint row [[threadgroup_position_in_grid]],
+                                        uint thread_index [[thread_position_in_threadgroup]],
+                                        uint threads [[threads_per_threadgroup]],
+                                        uint lane [[thread_index_in_simdgroup]],
+                                        uint simdgroup [[simdgroup_index_in_threadgroup]],
+                                        uint simdgroups [[simdgroups_per_threadgroup]]) {
+  threadgroup float partial[max_simdgroups];
+  device const T* dy_row = dy + row * p.x_stride;
+  device const T* y_row = y + row * p.y_stride;
+  float sum = 0.0f;
+  for (uint i = 4 * thread_index; i < p.keys; i += 4 * threads) {
+    sum += sum4(weighted(load4(dy_row, i, p.keys, vectorized), load4(y_row, i, p.keys, vectorized)));
+  }
+  sum = threadgroup_sum(sum, partial, lane, simdgroup, simdgroups);
+  for (uint i = 4 * thread_index; i < p.keys; i += 4 * threads) {
+    const float4 incoming = load4(dy_row, i, p.keys, vectorized), values = load4(y_row, i, p.keys, vectorized);
+    store4(dx + ulong(row) * p.keys, i, p.keys, vectorized, gradient(incoming, values, sum, p.scale));
+  }
+}
+
+#define INSTANTIATE_KERNEL(kernel, T, M) \
+  template [[host_name(#kernel "_" #T "_" #M)]] [[kernel]] decltype(kernel<T, M>) kernel<T, M>;
+
+#define INSTANTIATE(T, M)                      \
+  INSTANTIATE_KERNEL(softmax_single_row, T, M) \
+  INSTANTIATE_KERNEL(softmax_looped, T, M)
+
+//          x       mask
+INSTANTIATE(float, bool)
+INSTANTIATE(float, float)
+INSTANTIATE(half, bool)
+INSTANTIATE(half, half)
+INSTANTIATE(half, float)
+INSTANTIATE(bfloat, bool)
+INSTANTIATE(bfloat, bfloat)
+INSTANTIATE(bfloat, float)
+
+#define INSTANTIATE_BACKWARD_KERNEL(kernel, T) \
+  template [[host_name(#kernel "_" #T)]] [[kernel]] decltype(kernel<T>) kernel<T>;
+
+#define INSTANTIATE_BACKWARD(T)                               \
+  INSTANTIATE_BACKWARD_KERNEL(softmax_backward_single_row, T) \
+  INSTANTIATE_BACKWARD_KERNEL(softmax_backward_looped, T)
+
+INSTANTIATE_BACKWARD(float)
+INSTANTIATE_BACKWARD(half)
+INSTANTIATE_BACKWARD(bfloat)
