@@ -9,31 +9,40 @@ struct Activated {
   float4 derivative;
 };
 
-// 1 / (1 + exp(-x)): where exp overflows the quotient is 0, as it should be.
-inline float4 sigmoid(float4 x) { return 1.0f / (1.0f + metal::exp(-x)); }
+// 1 / (1 + exp(-x)) and 1 minus that, both accurate where they are small; exp never overflows.
+struct Sigmoid {
+  float4 value;
+  float4 complement;
+};
+
+inline Sigmoid sigmoid(float4 x) {
+  const float4 e = metal::exp(-metal::abs(x));
+  const float4 large = 1.0f / (1.0f + e), small = e * large;
+  return {metal::select(large, small, x < 0.0f), metal::select(small, large, x < 0.0f)};
+}
 
 struct SiLU {
-  static float4 value(float4 x) { return x * sigmoid(x); }
+  static float4 value(float4 x) { return x * sigmoid(x).value; }
 
   static Activated both(float4 x) {
-    const float4 s = sigmoid(x);
-    return {x * s, s * (1.0f + x * (1.0f - s))};
+    const Sigmoid s = sigmoid(x);
+    return {x * s.value, s.value * (1.0f + x * s.complement)};
   }
 };
 
 // 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and Gimpel, arXiv:1606.08415). Written as
 // x sigmoid(2 u), which keeps its accuracy where 1 + tanh(u) cancels.
 struct GELUTanh {
-  static float4 twice_u(float4 x) { return 1.5957691216f * (x + 0.044715f * x * x * x); }
+  static Sigmoid cumulative(float4 x) { return sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
 
-  static float4 value(float4 x) { return x * sigmoid(twice_u(x)); }
+  static float4 value(float4 x) { return x * cumulative(x).value; }
 
   static Activated both(float4 x) {
-    const float4 s = sigmoid(twice_u(x));
+    const Sigmoid s = cumulative(x);
     const float4 slope = 1.5957691216f * (1.0f + 0.134145f * x * x);
-    // Where s has become 0 or 1 the product is 0 even if the slope has overflowed.
-    const float4 bend = metal::select(s * (1.0f - s) * slope, float4(0.0f), s == 0.0f || s == 1.0f);
-    return {x * s, s + x * bend};
+    // Where one factor has become 0 the product is 0 even if the slope has overflowed.
+    const float4 bell = s.value * s.complement;
+    return {x * s.value, s.value + metal::select(x * bell * slope, float4(0.0f), bell == 0.0f)};
   }
 };
 

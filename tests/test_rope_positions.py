@@ -119,7 +119,7 @@ def test_empty(shape, device):
         ({"positions": True}, TypeError, "'positions' is True"),
         ({"positions": "12"}, TypeError, "'positions' is '12'"),
         ({"positions": None}, TypeError, "'positions' is None"),
-        ({"base": 0.0}, ValueError, "'base' is 0.0"),
+        ({"base": 0.0}, ValueError, "'base' is 0"),
         ({"base": float("inf")}, ValueError, "'base' is inf"),
         ({"scale": float("nan")}, ValueError, "'scale' is nan"),
         ({"x": torch.ones(8)}, ValueError, "'x'"),
