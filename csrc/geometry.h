@@ -14,17 +14,12 @@ inline uint32_t whole_simdgroups(int64_t needed, int64_t most, uint32_t max_thre
   return static_cast<uint32_t>(std::min((needed + kSimdWidth - 1) / kSimdWidth * kSimdWidth, limit));
 }
 
-// One row to a threadgroup.
-struct RowGeometry {
-  bool looped;       // a thread has more columns than the single-row kernel keeps in registers
-  uint32_t threads;  // per threadgroup
-};
-
-// `max_threads` is what the pipeline of the single-row kernel takes.
-inline RowGeometry row_geometry(int64_t columns, int64_t columns_per_thread, uint32_t max_threads) {
-  const int64_t needed = (columns + columns_per_thread - 1) / columns_per_thread;
+// Threads per threadgroup that take a row in one pass, with so many vectors of four columns each; 0 where the pipeline
+// takes fewer, `max_threads`.
+inline uint32_t row_threads(int64_t columns, int64_t vectors, uint32_t max_threads) {
+  const int64_t needed = (columns + 4 * vectors - 1) / (4 * vectors);
   const uint32_t threads = whole_simdgroups(needed, max_threads, max_threads);
-  return {needed > threads, threads};
+  return needed <= threads ? threads : 0;
 }
 
 // One thread to each of `needed` pieces of work that know nothing of each other.

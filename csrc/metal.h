@@ -53,10 +53,10 @@ void dispatch(const Launch& launch, std::initializer_list<Argument> arguments);
 // The largest threadgroup that the pipeline of this kernel takes on this device.
 uint32_t max_threads(const Launch& launch);
 
-// Chooses between the two kernels that work on one row in a threadgroup, `<stem>_single_row<types>` and
-// `<stem>_looped<types>`, and the threads of a threadgroup.
-void choose_row_kernel(
-    Launch& launch, const std::string& stem, const std::string& types, int64_t columns, int64_t columns_per_thread);
+// Chooses between the kernels that work on one row in a threadgroup, and the threads of a threadgroup:
+// `<stem>_single_row<types>` with one vector of four columns a thread, or with two, by a further function constant at
+// the end, or `<stem>_looped<types>`.
+void choose_row_kernel(Launch& launch, const std::string& stem, const std::string& types, int64_t columns);
 
 // "float", "half" or "bfloat": how a dtype is called in the names of kernels.
 const char* metal_type(at::ScalarType dtype);

@@ -156,15 +156,21 @@ uint32_t max_threads(const Launch& launch) {
   }
 }
 
-void choose_row_kernel(
-    Launch& launch, const std::string& stem, const std::string& types, int64_t columns, int64_t columns_per_thread) {
+void choose_row_kernel(Launch& launch, const std::string& stem, const std::string& types, int64_t columns) {
+  const size_t two_vectors = launch.constants.size();
+  launch.constants.push_back(false);
   launch.kernel = stem + "_single_row" + types;
-  const RowGeometry geometry = row_geometry(columns, columns_per_thread, max_threads(launch));
-  launch.threads = geometry.threads;
-  if (geometry.looped) {
-    launch.kernel = stem + "_looped" + types;
-    launch.threads = std::min(geometry.threads, max_threads(launch));
+  for (int64_t vectors : {1, 2}) {
+    launch.constants[two_vectors] = vectors == 2;
+    launch.threads = row_threads(columns, vectors, max_threads(launch));
+    if (launch.threads) {
+      return;
+    }
   }
+  launch.kernel = stem + "_looped" + types;
+  launch.constants[two_vectors] = false;
+  const uint32_t most = max_threads(launch);
+  launch.threads = whole_simdgroups(most, most, most);
 }
 
 const char* metal_type(at::ScalarType dtype) {

@@ -5,13 +5,9 @@
 #include "rope_positions.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def(
-      "row_geometry",
-      [](int64_t columns, int64_t columns_per_thread, uint32_t max_threads) {
-        const auto geometry = torch_metalk::row_geometry(columns, columns_per_thread, max_threads);
-        return std::make_tuple(geometry.looped, geometry.threads);
-      },
-      "Whether the looped kernel is used, and threads per threadgroup");
+  m.def("row_threads", &torch_metalk::row_threads,
+        "Threads per threadgroup that take a row of so many columns in one pass, with so many vectors of four each, "
+        "where the pipeline takes so many; 0: too few");
   m.def(
       "elementwise_geometry",
       [](int64_t needed, uint32_t max_threads) {

@@ -48,8 +48,6 @@ at::Tensor four_dimensional(const at::Tensor& mask, const at::Tensor& x) {
   return shaped.flatten(0, -4);
 }
 
-constexpr int64_t kKeysPerThread = 8;  // two vectors of four, as in shaders/softmax.metal
-
 at::Tensor softmax(
     const at::Tensor& x, const std::optional<at::Tensor>& mask, double scale, bool is_causal, bool lower_right) {
   check("softmax", x, mask, scale, is_causal);
@@ -78,7 +76,7 @@ at::Tensor softmax(
                             (!m || m->scalar_type() == at::kBool ? "bool" : metal_type(m->scalar_type()));
   Launch launch{
       "softmax", "", {rows.aligned(), m.has_value(), is_causal}, {static_cast<uint64_t>(rows.count), 1, 1}, 0};
-  choose_row_kernel(launch, "softmax", types, keys, kKeysPerThread);
+  choose_row_kernel(launch, "softmax", types, keys);
   dispatch(launch, {rows.tensor, m, y, params});
   return y;
 }
@@ -103,8 +101,7 @@ at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& y, double sc
                 {dy_rows.aligned() && y_rows.aligned(), false, false},
                 {static_cast<uint64_t>(y_rows.count), 1, 1},
                 0};
-  choose_row_kernel(launch, "softmax_backward", std::string("_") + metal_type(y.scalar_type()), y_rows.columns,
-                    kKeysPerThread);
+  choose_row_kernel(launch, "softmax_backward", std::string("_") + metal_type(y.scalar_type()), y_rows.columns);
   dispatch(launch, {dy_rows.tensor, y_rows.tensor, dx, params});
   return dx;
 }

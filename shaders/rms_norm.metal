@@ -1,7 +1,7 @@
 // Root mean square layer normalisation, forward and backward (Zhang and Sennrich, NeurIPS 2019).
 //
 // T is the type of x, W of the weight, O of y: the eager twin in ops/rms_norm.py has the rules. One threadgroup works
-// on a row at a time, each thread on 4 neighbouring columns; sums are float32 and in a fixed order.
+// on a row at a time, each thread on vectors of 4 neighbouring columns; sums are float32 and in a fixed order.
 #include <metal_stdlib>
 
 #include "load_store.h"
@@ -15,6 +15,10 @@ constant bool round_before_weight [[function_constant(1)]];
 constant bool vectorized [[function_constant(2)]];  // rows start at multiples of 4 elements and hold one
 constant bool wants_dx [[function_constant(3)]];
 constant bool wants_dweight [[function_constant(4)]];
+constant bool two_vectors [[function_constant(5)]];  // of a row in one pass: 8 columns a thread instead of 4
+
+constant uint vectors = two_vectors ? 2 : 1;
+constant constexpr uint max_vectors = 2;
 
 constant constexpr uint max_simdgroups = 32;
 
@@ -37,7 +41,7 @@ inline float4 normalize4(float4 x, float rstd, device const W* weight, uint i, c
   return normalized * factor4(weight, i, p);
 }
 
-// Rows of at most 4 columns a thread: x stays in registers between the two uses.
+// Rows of at most 8 columns a thread: x stays in registers between the two uses.
 template <typename T, typename W, typename O>
 [[kernel]] void rms_norm_single_row(device const T* x [[buffer(0)]],       // [rows, columns], rows x_stride apart
                                     device const W* weight [[buffer(1)]],  // [columns]; unbound without weight
@@ -46,19 +50,26 @@ template <typename T, typename W, typename O>
                                     constant RMSNormParams& p [[buffer(4)]],
                                     uint row [[threadgroup_position_in_grid]],
                                     uint thread_index [[thread_position_in_threadgroup]],
+                                    uint threads [[threads_per_threadgroup]],
                                     uint lane [[thread_index_in_simdgroup]],
                                     uint simdgroup [[simdgroup_index_in_threadgroup]],
                                     uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[max_simdgroups];
-  const uint i = 4 * thread_index;
-  float4 values = 0.0f;
-  if (i < p.columns) {
-    values = load4(x + row * p.x_stride, i, p.columns, vectorized);
+  device const T* x_row = x + row * p.x_stride;
+  float4 values[max_vectors];
+  float squares = 0.0f;
+  for (uint v = 0; v < vectors; ++v) {
+    const uint i = 4 * (thread_index + v * threads);
+    values[v] = i < p.columns ? load4(x_row, i, p.columns, vectorized) : float4(0.0f);
+    squares += dot(values[v], values[v]);
   }
-  const float r = reciprocal_norm(threadgroup_sum(dot(values, values), partial, lane, simdgroup, simdgroups), p);
-  if (i < p.columns) {
-    const float4 result = normalize4<T>(values, r, weight, i, p);
-    store4(y + ulong(row) * p.columns, i, p.columns, vectorized, result);
+  const float r = reciprocal_norm(threadgroup_sum(squares, partial, lane, simdgroup, simdgroups), p);
+  device O* y_row = y + ulong(row) * p.columns;
+  for (uint v = 0; v < vectors; ++v) {
+    const uint i = 4 * (thread_index + v * threads);
+    if (i < p.columns) {
+      store4(y_row, i, p.columns, vectorized, normalize4<T>(values[v], r, weight, i, p));
+    }
   }
   if (thread_index == 0) {
     rstd[row] = r;
@@ -97,7 +108,7 @@ template <typename T, typename W, typename O>
 }
 
 // dx = rstd * (g - x * rstd^2 * mean(g * x)) with g = dy * (weight + offset), and sums of dy * x * rstd over the rows
-// of this threadgroup. Rows of at most 4 columns a thread: everything stays in registers.
+// of this threadgroup. Rows of at most 8 columns a thread: everything stays in registers.
 template <typename T, typename W, typename O>
 [[kernel]] void rms_norm_backward_single_row(device const O* dy [[buffer(0)]],  // [rows, columns], rows dy_stride apart
                                              device const T* x [[buffer(1)]],   // [rows, columns], rows x_stride apart
@@ -109,38 +120,59 @@ template <typename T, typename W, typename O>
                                              constant RMSNormParams& p [[buffer(6)]],
                                              uint group [[threadgroup_position_in_grid]],
                                              uint thread_index [[thread_position_in_threadgroup]],
+                                             uint threads [[threads_per_threadgroup]],
                                              uint lane [[thread_index_in_simdgroup]],
                                              uint simdgroup [[simdgroup_index_in_threadgroup]],
                                              uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[max_simdgroups];
-  const uint i = 4 * thread_index;
-  const bool inside = i < p.columns;
-  const float4 factor = inside ? factor4(weight, i, p) : float4(0.0f);
-  float4 dweight = 0.0f;
+  float4 factor[max_vectors], dweight[max_vectors];
+  for (uint v = 0; v < vectors; ++v) {
+    const uint i = 4 * (thread_index + v * threads);
+    factor[v] = i < p.columns ? factor4(weight, i, p) : float4(0.0f);
+    dweight[v] = 0.0f;
+  }
   const uint first = group * p.rows_per_group;
   for (uint row = first; row < min(first + p.rows_per_group, p.rows); ++row) {
-    const float4 incoming = inside ? load4(dy + row * p.dy_stride, i, p.columns, vectorized) : float4(0.0f);
-    const float4 values = inside ? load4(x + row * p.x_stride, i, p.columns, vectorized) : float4(0.0f);
+    device const O* dy_row = dy + row * p.dy_stride;
+    device const T* x_row = x + row * p.x_stride;
     const float r = rstd[row];
-    dweight += incoming * (values * r);
+    float4 g[max_vectors], values[max_vectors];
+    float products = 0.0f;
+    for (uint v = 0; v < vectors; ++v) {
+      const uint i = 4 * (thread_index + v * threads);
+      const bool inside = i < p.columns;
+      const float4 incoming = inside ? load4(dy_row, i, p.columns, vectorized) : float4(0.0f);
+      values[v] = inside ? load4(x_row, i, p.columns, vectorized) : float4(0.0f);
+      dweight[v] += incoming * (values[v] * r);
+      g[v] = incoming * factor[v];
+      products += dot(g[v], values[v]);
+    }
     if (wants_dx) {
-      const float4 g = incoming * factor;
-      const float sum = threadgroup_sum(dot(g, values), partial, lane, simdgroup, simdgroups);
+      const float sum = threadgroup_sum(products, partial, lane, simdgroup, simdgroups);
       // rstd once with the sum and twice behind it: its cube alone can overflow.
       const float mean = sum * r / float(p.columns) * r * r;
-      if (inside) {
-        store4(dx + ulong(row) * p.columns, i, p.columns, vectorized, g * r - values * mean);
+      device T* dx_row = dx + ulong(row) * p.columns;
+      for (uint v = 0; v < vectors; ++v) {
+        const uint i = 4 * (thread_index + v * threads);
+        if (i < p.columns) {
+          store4(dx_row, i, p.columns, vectorized, g[v] * r - values[v] * mean);
+        }
       }
       // The next row writes `partial` again.
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
-  if (wants_dweight && inside) {
-    store4(partial_dweight + ulong(group) * p.columns, i, p.columns, vectorized, dweight);
+  if (wants_dweight) {
+    for (uint v = 0; v < vectors; ++v) {
+      const uint i = 4 * (thread_index + v * threads);
+      if (i < p.columns) {
+        store4(partial_dweight + ulong(group) * p.columns, i, p.columns, vectorized, dweight[v]);
+      }
+    }
   }
 }
 
-// The same for rows of any length: x and dy are read twice, and sums over rows are kept in device memory.
+// The same for rows of any length: x and dy are read twice, and once more for the sums over rows.
 template <typename T, typename W, typename O>
 [[kernel]] void rms_norm_backward_looped(device const O* dy [[buffer(0)]],      // [rows, columns], rows dy_stride apart
                                          device const T* x [[buffer(1)]],       // [rows, columns], rows x_stride apart

@@ -13,9 +13,12 @@ using namespace metal;
 constant bool vectorized [[function_constant(0)]];  // rows start at multiples of 4 elements
 constant bool has_mask [[function_constant(1)]];
 constant bool causal [[function_constant(2)]];
+constant bool two_vectors [[function_constant(3)]];  // of a row in one pass: 8 columns a thread instead of 4
+
+constant uint vectors = two_vectors ? 2 : 1;
+constant constexpr uint max_vectors = 2;
 
 constant constexpr uint max_simdgroups = 32;
-constant constexpr uint vectors_per_thread = 2;  // of a row, in the single-row kernels
 
 inline float masked(float score, bool visible) { return visible ? score : -INFINITY; }
 
@@ -57,7 +60,7 @@ inline float sum4(float4 v) { return dot(v, float4(1.0f)); }
 inline float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 inline float4 quotient(float4 terms, float sum) { return sum == 0.0f ? float4(0.0f) : terms / sum; }
 
-// Rows of at most vectors_per_thread vectors a thread: scores stay in registers.
+// Rows of at most 8 columns a thread: scores stay in registers.
 template <typename T, typename M>
 [[kernel]] void softmax_single_row(device const T* x [[buffer(0)]],  // [rows, keys], rows x_stride apart
                                    device const M* mask
@@ -73,20 +76,20 @@ template <typename T, typename M>
   threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
   device const M* mask_values = has_mask ? mask_row(mask, row, p) : mask;
   const uint visible = visible_keys(row % p.queries, p);
-  float4 scores[vectors_per_thread];
+  float4 scores[max_vectors];
   float maximum = -INFINITY;
-  for (uint k = 0; k < vectors_per_thread; ++k) {
+  for (uint k = 0; k < vectors; ++k) {
     scores[k] = scores4(x + row * p.x_stride, mask_values, 4 * (k * threads + thread_index), visible, p);
     maximum = max(maximum, max4(scores[k]));
   }
   const float shift = shift_of(threadgroup_max(maximum, partial_max, lane, simdgroup, simdgroups));
   float sum = 0.0f;
-  for (uint k = 0; k < vectors_per_thread; ++k) {
+  for (uint k = 0; k < vectors; ++k) {
     scores[k] = exp(scores[k] - shift);
     sum += sum4(scores[k]);
   }
   sum = threadgroup_sum(sum, partial_sum, lane, simdgroup, simdgroups);
-  for (uint k = 0; k < vectors_per_thread; ++k) {
+  for (uint k = 0; k < vectors; ++k) {
     const uint i = 4 * (k * threads + thread_index);
     store4(y + ulong(row) * p.keys, i, p.keys, vectorized, quotient(scores[k], sum));
   }
@@ -144,16 +147,16 @@ template <typename T>
                                             uint simdgroup [[simdgroup_index_in_threadgroup]],
                                             uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial[max_simdgroups];
-  float4 incoming[vectors_per_thread], values[vectors_per_thread];
+  float4 incoming[max_vectors], values[max_vectors];
   float sum = 0.0f;
-  for (uint k = 0; k < vectors_per_thread; ++k) {
+  for (uint k = 0; k < vectors; ++k) {
     const uint i = 4 * (k * threads + thread_index);
     incoming[k] = load4(dy + row * p.x_stride, i, p.keys, vectorized);
     values[k] = load4(y + row * p.y_stride, i, p.keys, vectorized);
     sum += sum4(weighted(incoming[k], values[k]));
   }
   sum = threadgroup_sum(sum, partial, lane, simdgroup, simdgroups);
-  for (uint k = 0; k < vectors_per_thread; ++k) {
+  for (uint k = 0; k < vectors; ++k) {
     const uint i = 4 * (k * threads + thread_index);
     store4(dx + ulong(row) * p.keys, i, p.keys, vectorized, gradient(incoming[k], values[k], sum, p.scale));
   }

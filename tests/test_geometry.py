@@ -12,38 +12,34 @@ pytestmark = pytest.mark.skipif("mps" not in DEVICES, reason="the extension is b
 
 
 @pytest.mark.parametrize(
-    ("columns", "max_threads", "looped", "threads"),
+    ("columns", "vectors", "max_threads", "threads"),
     [
-        # Four columns a thread, and whole simdgroups of 32 threads.
-        (1, 1024, False, 32),
-        (128, 1024, False, 32),
-        (129, 1024, False, 64),
-        (203, 1024, False, 64),  # 51 threads have something to read
-        (576, 1024, False, 160),  # SmolLM2-135M: 144 threads
-        (2048, 1024, False, 512),
-        # The longest row of one pass, and the next.
-        (4096, 1024, False, 1024),
-        (4097, 1024, True, 1024),
-        (2**32 - 1, 1024, True, 1024),
+        # Vectors of four columns, and whole simdgroups of 32 threads.
+        (1, 1, 1024, 32),
+        (128, 1, 1024, 32),
+        (129, 1, 1024, 64),
+        (203, 1, 1024, 64),  # 51 threads have something to read
+        (576, 1, 1024, 160),  # SmolLM2-135M: 144 threads
+        (2048, 1, 1024, 512),
+        # The longest row of one vector a thread, and of two; longer ones take the looped kernel.
+        (4096, 1, 1024, 1024),
+        (4097, 1, 1024, 0),
+        (4097, 2, 1024, 544),
+        (5632, 2, 1024, 704),
+        (8192, 2, 1024, 1024),
+        (8193, 2, 1024, 0),
+        (2**31 - 1, 2, 1024, 0),
         # Pipelines that take fewer threads, as those that need many registers do: 1,000 are 31 simdgroups.
-        (1024, 256, False, 256),
-        (1025, 256, True, 256),
-        (3968, 1000, False, 992),
-        (3969, 1000, True, 992),
+        (1024, 1, 256, 256),
+        (1025, 1, 256, 0),
+        (3968, 1, 1000, 992),
+        (3969, 1, 1000, 0),
+        (3969, 2, 1000, 512),
     ],
 )
-def test_a_row_to_a_threadgroup(columns, max_threads, looped, threads):
+def test_a_row_to_a_threadgroup(columns, vectors, max_threads, threads):
     native = importlib.import_module("torch_metalk._C")
-    assert native.row_geometry(columns, 4, max_threads) == (looped, threads)
-
-
-@pytest.mark.parametrize(
-    ("keys", "max_threads", "looped", "threads"),
-    [(1, 1024, False, 32), (8192, 1024, False, 1024), (8193, 1024, True, 1024), (5632, 1024, False, 704)],
-)
-def test_eight_columns_a_thread(keys, max_threads, looped, threads):
-    native = importlib.import_module("torch_metalk._C")
-    assert native.row_geometry(keys, 8, max_threads) == (looped, threads)
+    assert native.row_threads(columns, vectors, max_threads) == threads
 
 
 @pytest.mark.parametrize(

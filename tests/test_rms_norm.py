@@ -80,9 +80,13 @@ def test_half_precision_statistics_are_float32(dtype, device):
     assert_accurate(ops.rms_norm(x.to(device), weight.to(device)), stock(x, weight), exact, "y")
 
 
-# One simdgroup, several of them, the longest row of one pass, and rows that are walked through in a loop, each with and
-# without a tail behind the vectors of 4; 37 rows are more than one threadgroup adds up for the weight's gradient.
-@pytest.mark.parametrize("shape", [(37, 200), (37, 203), (3, 4096), (3, 4097), (19, 4100), (2, 9001)], ids=str)
+# One simdgroup, several of them, the longest row of a vector a thread, rows of two, and rows that are walked through in
+# a loop, each with and without a tail behind the vectors of 4; 37 rows are more than one threadgroup adds up for the
+# weight's gradient.
+ROWS = [(37, 200), (37, 203), (3, 4096), (3, 4097), (37, 4100), (3, 8192), (37, 8196), (2, 9001)]
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_rows(shape, dtype, device):
     tensors = {n: t.to(dtype) for n, t in make(*shape)().items()}
@@ -181,7 +185,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = "rms_norm.metallib"
 SOURCE = "rms_norm.metal"
 
-# Of a kernel in one pass and of a looped one, forward and backward.
+# Of kernels in one pass, with a vector a thread and with two, and of a looped one, forward and backward.
 BITS = """
 import hashlib
 import torch
@@ -190,7 +194,7 @@ from torch_metalk import ops
 print(torch_metalk.__file__)
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
-    for columns in (203, 4100):
+    for columns in (203, 4100, 8200):
         x, weight, dy = torch.randn(21, columns), torch.randn(columns), torch.randn(21, columns)
         x, weight, dy = (t.to("mps", dtype).requires_grad_() for t in (x, weight, dy))
         y = ops.rms_norm(x, weight)
@@ -234,7 +238,7 @@ def test_prebuilt_library_and_source_give_the_same_bits(package):
     (package / SOURCE).unlink()
     prebuilt = run_in(package)
     assert prebuilt.returncode == 0, prebuilt.stderr
-    assert prebuilt.stdout == from_source.stdout and len(prebuilt.stdout.split()) == 1 + 2 * 2 * 3
+    assert prebuilt.stdout == from_source.stdout and len(prebuilt.stdout.split()) == 1 + 2 * 3 * 3
 
 
 @needs_metal
