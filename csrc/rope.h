@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
+
 #include "../shaders/params.h"
 #include "metal.h"
 
@@ -10,16 +12,17 @@ namespace torch_metalk {
 
 // A tensor of any rank >= 2 as [batch, head, position, component], components being neighbours.
 struct Heads {
-  at::Tensor x;  // what kernels read, of rank 4: a view of the argument, or a copy where it cannot be one
-  at::Tensor y;  // what they write, a view of `result` where memory allows
+  at::Tensor x;  // what kernels read: the argument, or a copy of it
+  at::Tensor y;  // what they write: `result`, or a tensor to be copied there
   at::Tensor result;
+  std::array<int64_t, 4> sizes;
+  RopeTensor place;
 
   static Heads of(const at::Tensor& x, int64_t seq_dim);
 
   // The result in its order in memory: what was written elsewhere is copied.
   at::Tensor finish(int64_t seq_dim) const;
   bool aligned() const;
-  RopeTensor place() const;
 };
 
 // Fills in what all rotations pass to their kernels; `second` may be null.

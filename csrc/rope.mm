@@ -13,19 +13,20 @@
 namespace torch_metalk {
 namespace {
 
-// [batch, head, position, component] of a tensor of rank 2 to 4, as a view.
-at::Tensor as_heads(const at::Tensor& t, int64_t position) {
-  const at::Tensor moved = t.movedim(position, -2);
-  switch (t.dim()) {
+// Which dimensions of a tensor of rank 2 to 4 are batch, head and position; -1 where there is none.
+std::array<int64_t, 3> roles(int64_t rank, int64_t position) {
+  switch (rank) {
     case 2:
-      return moved.unsqueeze(0).unsqueeze(0);
+      return {-1, -1, position};
     case 3:
       // Dimension 0 is the batch unless it counts positions; what is left then are heads.
-      return position == 0 ? moved.unsqueeze(0) : moved.unsqueeze(1);
+      return position == 0 ? std::array<int64_t, 3>{-1, 1, 0} : std::array<int64_t, 3>{0, -1, 1};
     default:
-      return moved;
+      return {position == 0 ? 1 : 0, position == 2 ? 1 : 2, position};
   }
 }
+
+bool neighbours(const at::Tensor& t) { return t.size(-1) == 1 || t.stride(-1) == 1; }
 
 bool multiple_of_4(std::initializer_list<uint64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](uint64_t n) { return n % 4 == 0; });
@@ -34,56 +35,56 @@ bool multiple_of_4(std::initializer_list<uint64_t> numbers) {
 }  // namespace
 
 Heads Heads::of(const at::Tensor& x, int64_t seq_dim) {
-  const int64_t position = seq_dim < 0 ? seq_dim + x.dim() : seq_dim;
+  int64_t position = seq_dim < 0 ? seq_dim + x.dim() : seq_dim;
   Heads heads;
   heads.result = at::empty_like(x);
-  const at::Tensor dense = x.size(-1) == 1 || x.stride(-1) == 1 ? x : x.contiguous();
-  if (x.dim() <= 4) {
-    heads.x = as_heads(dense, position);
-    heads.y = as_heads(heads.result, position);
-  } else {
+  heads.x = neighbours(x) ? x : x.contiguous();
+  // Where the last dimension is not the fastest in x, it is not in the result either.
+  heads.y = neighbours(heads.result) ? heads.result : empty_contiguous(x);
+  if (x.dim() > 4) {
     // All between batch and position are heads.
-    heads.x = dense.movedim(position, -2).flatten(1, -3);
-    heads.y = heads.result.movedim(position, -2);
-    heads.y = heads.y.is_contiguous() ? heads.y.flatten(1, -3) : at::empty_like(heads.x);
+    heads.x = heads.x.movedim(position, -2).flatten(1, -3);
+    heads.y = empty_contiguous(heads.x);
+    position = 2;
   }
-  if (heads.y.size(-1) != 1 && heads.y.stride(-1) != 1) {
-    // The last dimension was not the fastest in x, so it is not in the result.
-    heads.y = at::empty_like(heads.x, at::MemoryFormat::Contiguous);
+  const auto dims = roles(heads.x.dim(), position);
+  const auto stride = [](const at::Tensor& t, int64_t dim) {
+    return dim < 0 ? 0 : static_cast<uint64_t>(t.stride(dim));
+  };
+  const at::Tensor &from = heads.x, &to = heads.y;
+  heads.place = {stride(from, dims[0]), stride(from, dims[1]), stride(from, dims[2]),
+                 stride(to, dims[0]),   stride(to, dims[1]),   stride(to, dims[2])};
+  for (size_t i = 0; i < dims.size(); ++i) {
+    heads.sizes[i] = dims[i] < 0 ? 1 : from.size(dims[i]);
   }
+  heads.sizes[3] = from.size(-1);
   return heads;
 }
 
 at::Tensor Heads::finish(int64_t seq_dim) const {
-  if (!y.is_alias_of(result)) {
-    const at::Tensor moved = result.movedim(seq_dim, -2);
-    moved.copy_(y.view(moved.sizes()));
+  if (!y.is_same(result)) {
+    const at::Tensor target = y.sizes() == result.sizes() ? result : result.movedim(seq_dim, -2);
+    target.copy_(y.view(target.sizes()));
   }
   return result;
 }
 
-RopeTensor Heads::place() const {
-  const auto stride = [](const at::Tensor& t, int64_t dim) { return static_cast<uint64_t>(t.stride(dim)); };
-  return {stride(x, 0), stride(x, 1), stride(x, 2), stride(y, 0), stride(y, 1), stride(y, 2)};
-}
-
 bool Heads::aligned() const {
-  const RopeTensor t = place();
-  return multiple_of_4({t.x_batch, t.x_head, t.x_position, t.y_batch, t.y_head, t.y_position,
+  return multiple_of_4({place.x_batch, place.x_head, place.x_position, place.y_batch, place.y_head, place.y_position,
                         static_cast<uint64_t>(x.storage_offset()), static_cast<uint64_t>(y.storage_offset())});
 }
 
 RopeParams rope_params(const Heads& first, const Heads* second, int64_t width, bool inverse) {
   RopeParams params{};
-  params.tensors[0] = first.place();
-  params.heads[0] = static_cast<uint32_t>(first.x.size(1));
+  params.tensors[0] = first.place;
+  params.heads[0] = static_cast<uint32_t>(first.sizes[1]);
   if (second) {
-    params.tensors[1] = second->place();
-    params.heads[1] = static_cast<uint32_t>(second->x.size(1));
+    params.tensors[1] = second->place;
+    params.heads[1] = static_cast<uint32_t>(second->sizes[1]);
   }
-  params.positions = static_cast<uint32_t>(first.x.size(2));
+  params.positions = static_cast<uint32_t>(first.sizes[2]);
   params.pairs = static_cast<uint32_t>(width / 2);
-  params.untouched = static_cast<uint32_t>(first.x.size(3) - width);
+  params.untouched = static_cast<uint32_t>(first.sizes[3] - width);
   params.sign = inverse ? -1 : 1;
   return params;
 }
@@ -152,7 +153,7 @@ void rotate(const Heads& first,
                 {aligned, interleaved},
                 {},
                 0};
-  set_rope_geometry(launch, params, first.x.size(0));
+  set_rope_geometry(launch, params, first.sizes[0]);
   const at::Tensor none;
   dispatch(launch, {first.x, first.y, second ? second->x : none, second ? second->y : none, cos, sin, params});
 }
@@ -173,7 +174,7 @@ std::vector<at::Tensor> rope(
       continue;
     }
     const bool pair = i + 1 < heads.size() && heads[i + 1].x.numel() != 0 &&
-                      heads[i + 1].x.size(0) == heads[i].x.size(0) && heads[i + 1].x.size(3) == heads[i].x.size(3);
+                      heads[i + 1].sizes[0] == heads[i].sizes[0] && heads[i + 1].sizes[3] == heads[i].sizes[3];
     rotate(heads[i], pair ? &heads[i + 1] : nullptr, c, s, interleaved, inverse);
     i += pair;
   }

@@ -47,7 +47,7 @@ at::Tensor rope_positions(const at::Tensor& x,
                   {aligned, traditional, offsets},
                   {},
                   0};
-    set_rope_geometry(launch, params, heads.x.size(0));
+    set_rope_geometry(launch, params, heads.sizes[0]);
     const std::vector<uint64_t> turns = turns_per_position(base, dims, scale);
     if (turns.size() * sizeof(uint64_t) <= kMaxBytes) {
       dispatch(launch, {heads.x, heads.y, positions, turns, params});

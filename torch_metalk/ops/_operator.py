@@ -65,18 +65,22 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
     return False
 
 
-def _only_plain_cpu_tensors(args: tuple[Any, ...] | list[Any]) -> bool:
+def _plain_device(args: tuple[Any, ...] | list[Any], device: str = "") -> str | None:
+    """The device type that all tensors share; None where they differ, or one of them is of a class of its own."""
     for arg in args:
         cls = type(arg)
         if cls is torch.Tensor or cls is torch.nn.Parameter:
-            if not arg.is_cpu:
-                return False
+            found = "cpu" if arg.is_cpu else arg.device.type
+            if device and found != device:
+                return None
+            device = found
         elif cls is list:
-            if not _only_plain_cpu_tensors(arg):
-                return False
+            device = _plain_device(arg, device)
+            if device is None:
+                return None
         elif isinstance(arg, torch.Tensor):
-            return False
-    return True
+            return None
+    return device
 
 
 def _nobody_listens() -> bool:
@@ -84,7 +88,7 @@ def _nobody_listens() -> bool:
     return not (
         torch._C._len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("cpu")
+        or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
@@ -104,26 +108,30 @@ class Operator:
     """An operator as the rest of the package calls it.
 
     A call goes through the dispatcher, which chooses the kernel. Each of its calls into Python costs tens of
-    microseconds where the caches are cold, as they are between the products of a model, and a training step makes a
-    thousand. So where only the eager twin can be meant, on plain CPU tensors with nobody listening, it is called
-    directly, in the same order: autograd first, the twin below it.
+    microseconds where the caches are cold, as they are between the products of a model and on the thread of a backward
+    pass, and a training step makes a thousand. So with plain tensors of one device and nobody listening, the same
+    steps are taken directly: autograd first, and below it the kernel, which on the CPU can only be the eager twin.
     """
 
     def __init__(self, op: torch._ops.OpOverload, eager: Callable[..., Any], differentiate: Callable[..., Any]):
         self.op, self._eager, self._differentiate = op, eager, differentiate
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or not (_only_plain_cpu_tensors(args) and _nobody_listens()):
+        if torch.compiler.is_compiling():
+            return self.op(*args)
+        device = _plain_device(args)
+        if not (device and _nobody_listens()):
             return self.op(*args)
         if torch.is_grad_enabled() and _requires_grad(args):
             return self._differentiate(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return self._eager(*args)
+            return self._eager(*args) if device == "cpu" else self.op(*args)
 
     def below_autograd(self, *args):
         """For the forward of an autograd function: the operator's kernel, without recording a gradient again."""
+        first = args[0][0] if type(args[0]) is list else args[0]
         with torch._C._AutoDispatchBelowAutograd():
-            if _only_plain_cpu_tensors(args) and _nobody_listens():
+            if first.is_cpu and _plain_device(args) and _nobody_listens():
                 return self._eager(*args)
             return self.op(*args)
 

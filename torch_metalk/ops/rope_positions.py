@@ -59,7 +59,9 @@ def _positions_tensor(x: Tensor, positions: int | Sequence[int] | Tensor) -> Ten
     if x.dim() < 2:
         _checks.refuse("rope_positions", "x", _checks.shape_of(x), "rank 2 or more, [B, ..., S, D]")
     if isinstance(positions, int) and not isinstance(positions, bool):
-        positions = [positions] * (x.shape[0] if x.dim() > 2 else 1)
+        _check_range(x, positions, positions, offsets=True)
+        batch = x.shape[0] if x.dim() > 2 else 1
+        return torch.full((batch,), positions, dtype=torch.int32, device=x.device)  # no copy between devices
     if isinstance(positions, Sequence) and not isinstance(positions, str):
         if not all(isinstance(p, int) for p in positions):
             _checks.refuse("rope_positions", "positions", repr(positions), "a list of integers", TypeError)
