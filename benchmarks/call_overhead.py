@@ -1,9 +1,9 @@
 """Host cost of a call: operators on 8 elements, forward, and forward with backward, in microseconds.
 
-`python benchmarks/call_overhead.py [--device mps|cpu] [--rounds N]`. Everything takes turns within a round; a line
-gives the median over the rounds and what it is above a call of the dispatcher that does nothing (`aten::alias`). The line
-`nothing` is such a call on a tensor with a gradient: its backward is what PyTorch's engine alone costs, which runs on a
-thread of its own for a device. The stock sequences are printed to compare, with their own backward.
+`python benchmarks/call_overhead.py [--device mps|cpu] [--rounds N]`. Everything takes turns within a round. A line is
+the median of the rounds, less that of a call of the dispatcher that does nothing (`aten::alias`). The line `nothing`
+is such a call on a tensor with a gradient: its backward is what PyTorch's engine alone costs, which runs on a thread of
+its own for a device. The stock sequences are printed to compare, with their own backward.
 """
 
 from __future__ import annotations
