@@ -111,6 +111,8 @@ def test_tiny_model_on_mps():
     with recorded_ops() as ops:
         losses = train(on_mps, rows, 1e-2)
     assert ops["rms_norm"] == 5 * STEPS and ops["rms_norm_backward"] >= 4 * STEPS
+    for op in ("swiglu", "rope"):
+        assert ops[op] == ops[f"{op}_backward"] == 2 * STEPS, op
     exact_losses, *stock_losses = (train(model, rows, 1e-2) for model in (exact, stock, stock_on_mps))
     assert sum(losses[-2:]) < 0.1 * sum(losses[:2]), "training has to have an effect"
     limit = 2 * max(apart(other, exact_losses) for other in stock_losses)

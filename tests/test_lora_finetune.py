@@ -29,6 +29,7 @@ from finetune.config import parse
 from finetune.report import PeakMemory
 from finetune.training import Interrupt, Trainer
 
+from tests.models import recorded_ops
 from tests.test_lora_finetune_data import byte_tokenizer, chat, write_rows
 
 EXAMPLES = Path(lora_finetune.__file__).parent
@@ -304,6 +305,22 @@ def test_a_run_learns_and_leaves_what_it_promises(run, capsys, model_folder):
     ids = byte_tokenizer()("the cat sat on the mat. the cat ", return_tensors="pt")["input_ids"]
     plain = base(ids, labels=ids).loss.item()
     assert PeftModel.from_pretrained(base, saved)(ids, labels=ids).loss.item() < 0.85 * plain
+
+
+@pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no mps device")
+def test_a_run_on_the_metal_kernels_has_the_losses_of_stock(run):
+    options = ("--device", "mps", "--iters", "32", "--learning-rate", "1e-3")
+    histories = {}
+    for patch in ("--patch", "--no-patch"):
+        with recorded_ops() as ops:
+            assert run(*options, patch, "--log", f"log{patch}.jsonl", "--adapter-path", f"adapters{patch}") == 0
+        histories[patch] = [entry["train_loss"] for entry in read_log(f"log{patch}.jsonl") if "train_loss" in entry]
+        calls = [ops[op] for op in ("rms_norm_backward", "rope_backward", "swiglu_backward")]
+        assert min(calls) >= 2 * 32 if patch == "--patch" else sum(calls) == 0
+    ours, stock = histories.values()
+    assert len(ours) == len(stock) == 32 and sum(stock[-4:]) < 0.9 * sum(stock[:4])
+    # Another order of summation, on losses near 5, over 32 steps.
+    assert max(abs(a - b) for a, b in zip(ours, stock, strict=True)) <= 1e-4
 
 
 def test_learning_rate_warms_up_and_decays(run):
