@@ -13,6 +13,12 @@ namespace torch_metalk {
 at::Tensor gated(
     const char* op, const char* library, const std::string& kernel, const at::Tensor& gate, const at::Tensor& up);
 
+// The same of gate_up [..., 2 F], gate and up side by side.
+at::Tensor gated_packed(const char* op, const char* library, const std::string& kernel, const at::Tensor& gate_up);
+
+at::Tensor gated_packed_backward(
+    const char* op, const char* library, const std::string& kernel, const at::Tensor& dy, const at::Tensor& gate_up);
+
 std::tuple<at::Tensor, at::Tensor> gated_backward(const char* op,
                                                   const char* library,
                                                   const std::string& kernel,

@@ -23,11 +23,21 @@ std::tuple<at::Tensor, at::Tensor> geglu_backward(const at::Tensor& dy,
   return gated_backward("geglu_backward", "geglu", kernel(approximate), dy, gate, up, output_mask);
 }
 
+at::Tensor geglu_packed(const at::Tensor& gate_up, std::string_view approximate) {
+  return gated_packed("geglu_packed", "geglu", kernel(approximate), gate_up);
+}
+
+at::Tensor geglu_packed_backward(const at::Tensor& dy, const at::Tensor& gate_up, std::string_view approximate) {
+  return gated_packed_backward("geglu_packed_backward", "geglu", kernel(approximate), dy, gate_up);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_metalk, MPS, m) {
   m.impl("geglu", &geglu);
   m.impl("geglu_backward", &geglu_backward);
+  m.impl("geglu_packed", &geglu_packed);
+  m.impl("geglu_packed_backward", &geglu_packed_backward);
 }
 
 }  // namespace torch_metalk

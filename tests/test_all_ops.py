@@ -42,6 +42,8 @@ MANY_ROWS = {
     "rms_norm": (ops.rms_norm, test_rms_norm.stock),
     "swiglu": (lambda x: ops.swiglu(x, x), lambda x: torch.nn.functional.silu(x) * x),
     "geglu": (lambda x: ops.geglu(x, x), lambda x: test_geglu.stock(x, x, "tanh")),
+    "swiglu_packed": (ops.swiglu, lambda x: torch.nn.functional.silu(x[:, :2]) * x[:, 2:]),
+    "geglu_packed": (ops.geglu, lambda x: test_geglu.stock(x[:, :2], x[:, 2:], "tanh")),
     "rope": (lambda x: ops.rope(x, **angles(x)), lambda x: test_rope.stock(x, **angles(x))),
     "rope_positions": (
         lambda x: ops.rope_positions(x, 0, 10000.0, 4),
@@ -81,7 +83,7 @@ def test_transforms_that_would_lose_the_derivative_raise(name, device):
         torch.func.grad(lambda t: ours(t).sum())(x)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
         ours(torch.autograd.forward_ad.make_dual(x, tangent))
-    assert ours(x).shape == ours(x.requires_grad_()).shape == (2, 4)
+    assert ours(x).shape == ours(x.requires_grad_()).shape == (2, 2 if name.endswith("_packed") else 4)
 
 
 def test_calls_among_stock_operators(device):

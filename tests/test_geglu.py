@@ -7,12 +7,25 @@ import torch
 from torch.nn import functional as F
 
 from tests.operators import OpTests, run
-from tests.test_swiglu import check_bad_gated_input, check_halves_of_one_projection, gated_case, make
+from tests.test_swiglu import check_bad_gated_input, check_halves_of_one_projection, gated_case, make, packed_case
 from torch_metalk import ops
 
 
 def stock(gate, up, approximate):
     return F.gelu(gate, approximate=approximate) * up
+
+
+class TestPackedGeGLU(OpTests):
+    op = "geglu_packed"
+    cases = tuple(
+        packed_case(
+            approximate,
+            (3, 5, 22),
+            functools.partial(ops.geglu, approximate=approximate),
+            functools.partial(stock, approximate=approximate),
+        )
+        for approximate in ("tanh", "none")
+    )
 
 
 class TestGeGLU(OpTests):

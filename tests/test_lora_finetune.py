@@ -309,7 +309,7 @@ def test_a_run_learns_and_leaves_what_it_promises(run, capsys, model_folder):
 
 @pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no mps device")
 def test_a_run_on_the_metal_kernels_has_the_losses_of_stock(run):
-    options = ("--device", "mps", "--iters", "32", "--learning-rate", "1e-3")
+    options = ("--device", "mps", "--iters", "32", "--learning-rate", "3e-3")
     histories = {}
     for patch in ("--patch", "--no-patch"):
         with recorded_ops() as ops:

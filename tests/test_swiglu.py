@@ -26,8 +26,15 @@ def check_bad_gated_input(op, function, device):
         (ones.to("meta"), ValueError, "'up' is on meta"),
         (ones.int(), TypeError, "'up' is of dtype torch.int32"),
     ):
-        with pytest.raises(error, match=f"{op}.*{message}"):
+        with pytest.raises(error, match=f"{op}: .*{message}"):
             function(**on_device({"gate": ones, "up": up}, device))
+    for gate, error, message in (
+        (torch.ones(2, 3), ValueError, r"'gate_up' is a tensor of shape \(2, 3\)"),
+        (torch.ones(()), ValueError, r"'gate_up' is a tensor of shape \(\)"),
+        (ones.int(), TypeError, "'gate_up' is of dtype torch.int32"),
+    ):
+        with pytest.raises(error, match=f"{op}_packed: .*{message}"):
+            function(**on_device({"gate": gate}, device))
 
 
 def check_halves_of_one_projection(function, device, **kwargs):
@@ -37,14 +44,33 @@ def check_halves_of_one_projection(function, device, **kwargs):
     y = function(gate, up, **kwargs)
     (grad,) = torch.autograd.grad(y.square().sum(), fused)
     separate = [t.detach().contiguous().requires_grad_() for t in (gate, up)]
+    packed = fused.detach().clone().requires_grad_()
     expected = function(*separate, **kwargs)
     grads = torch.autograd.grad(expected.square().sum(), separate)
     assert_rounding_only(y, expected)
     assert_rounding_only(grad, torch.cat(grads, -1))
+    y = function(packed, **kwargs)
+    assert_rounding_only(y, expected)
+    assert_rounding_only(torch.autograd.grad(y.square().sum(), packed)[0], torch.cat(grads, -1))
 
 
 def stock(gate, up):
     return F.silu(gate) * up
+
+
+def packed_case(name, shape, ours, stock):
+    return Case(
+        name,
+        lambda: {"gate": torch.randn(shape)},
+        ours,
+        lambda gate: stock(*gate.chunk(2, -1)),
+        saved=("gate",),
+    )
+
+
+class TestPackedSwiGLU(OpTests):
+    op = "swiglu_packed"
+    cases = tuple(packed_case(str(shape), shape, ops.swiglu, stock) for shape in ((3, 5, 22), (2, 64), (6,), (4, 2)))
 
 
 class TestSwiGLU(OpTests):
@@ -52,6 +78,14 @@ class TestSwiGLU(OpTests):
     cases = tuple(
         gated_case(str(shape), make(*shape), ops.swiglu, stock) for shape in ((3, 5, 33), (2, 64), (7,), (4, 1))
     )
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
+def test_empty_projection(shape, device):
+    gate_up = torch.randn(shape, device=device, requires_grad=True)
+    y = ops.swiglu(gate_up)
+    y.sum().backward()
+    assert y.shape == (shape[0], shape[1] // 2) and gate_up.grad.shape == shape
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)], ids=str)

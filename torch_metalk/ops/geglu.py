@@ -10,19 +10,21 @@ from torch_metalk.ops import _checks
 from torch_metalk.ops._gated import Activation, define_gated
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up``, calculated in float32 and rounded once.
 
     Args:
         gate: any shape and strides, float32, float16 or bfloat16 (float64 on the CPU).
-        up: shape, dtype and device of gate. Both may be halves of one fused projection.
+        up: shape, dtype and device of gate. None where gate is a fused projection ``[..., 2 F]`` with gate in the first
+            half and up in the second; its gradient is then one tensor too.
         approximate: ``"tanh"`` (Gemma) or ``"none"``, the exact form through the error function.
 
     Returns:
-        A contiguous tensor of gate's shape and dtype. Backward keeps gate and up, not the activation.
+        A contiguous tensor of gate's dtype and shape, or of the shape of its first half where up is None. Backward
+        keeps gate and up, not the activation.
 
     Raises:
-        ValueError: shapes or devices differ, unknown approximation.
+        ValueError: shapes or devices differ, an odd last dimension where up is None, unknown approximation.
         TypeError: dtypes differ, or an integer tensor.
     """
     return _geglu(gate, up, approximate)

@@ -123,10 +123,12 @@ def gated_op(act: nn.Module) -> tuple[str, str | None] | None:
     return None if entry is None else entry(act)
 
 
-def apply_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """``act(gate) * up``, fused where an operator does the same."""
+def apply_gate(act: nn.Module, gate: Tensor, up: Tensor | None) -> Tensor:
+    """``act(gate) * up``, fused where an operator does the same; without `up`, gate is a fused projection."""
     op = gated_op(act)
-    if op is None or gate.dtype != up.dtype:
+    if op is None or (up is not None and gate.dtype != up.dtype):
+        if up is None:
+            gate, up = gate.chunk(2, dim=-1)
         return act(gate) * up
     return ops.swiglu(gate, up) if op[0] == "swiglu" else ops.geglu(gate, up, op[1])
 
@@ -267,6 +269,6 @@ def attention_forward(target: Target) -> Callable:
 
 def mlp_forward(module: nn.Module, x: Tensor, family: Family) -> Tensor:
     """A gated MLP with its activation and product in one operator."""
-    projected = [getattr(module, name)(x) for name in family.gate_up]
-    gate, up = projected if len(projected) == 2 else projected[0].chunk(2, dim=-1)
+    gate, *others = [getattr(module, name)(x) for name in family.gate_up]
+    up = others[0] if others else None
     return module.down_proj(apply_gate(getattr(module, family.act), gate, up))
