@@ -34,6 +34,7 @@ def main() -> int:
     verb.add_argument("--name", required=True)
     verb.add_argument("--constant", dest="constants", action="append", default=[], metavar="NAME_OR_INDEX=HEX")
     verb.add_argument("--output", type=Path, required=True)
+    verb.add_argument("--instrumented", action="store_true", help="for checked mode and counters")
 
     arguments = parser.parse_args()
     try:
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         for constant in arguments.constants:
             name, _, value = constant.partition("=")
             values.setdefault(name, bytes.fromhex(value))
-        compile_kernel(arguments.library, arguments.name, values, arguments.output)
+        compile_kernel(arguments.library, arguments.name, values, arguments.output, arguments.instrumented)
 
 
 if __name__ == "__main__":

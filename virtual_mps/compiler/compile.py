@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cache, constants, kernels, runtime, toolchain
+from . import cache, constants, instrument, kernels, runtime, toolchain
 from .preprocess import preprocess
 from .rewrite import rewrite
 from .source import Source
@@ -20,7 +20,7 @@ MAX_FRAME = 48 * 1024
 # Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
 # this machine only aligned moves mind.
 UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
-ENTRY = "end of source"  # the file name of what follows the source; an open bracket is noticed there
+ENTRY = instrument.ENTRY  # an open bracket is noticed there
 # How clang prints the address spaces, and how Metal writes them.
 PRINTED_SPACES = {"__global_device ": "constant ", "__global ": "device ", "__local ": "threadgroup "}
 
@@ -45,10 +45,13 @@ def compile_library(text: str, directory: Path, options: Options, preprocessed: 
         (scratch / "table.json").write_text(json.dumps(offer.table(), indent=1))
 
 
-def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], output: Path) -> None:
+def compile_kernel(
+    directory: Path, name: str, values: Mapping[str, bytes], output: Path, instrumented: bool = False
+) -> None:
     """Compiles one kernel of a library folder for one set of function constants.
 
     values: by the constant's name, or by its index in decimal.
+    instrumented: the kernel asks the executor for every address; see instrument.py.
     """
     source = Source((directory / "source.ii").read_text())
     options = Options(**json.loads((directory / "options.json").read_text()))
@@ -60,12 +63,27 @@ def compile_kernel(directory: Path, name: str, values: Mapping[str, bytes], outp
     code = _translation_unit(source, offer, literals, _entry(kernel))
     with cache.new_file(output) as scratch:
         assembly = scratch.with_suffix(".s")
+        flags = [*toolchain.code_flags(options.fast_math), "-S"]
         try:
-            _clang(code, [*toolchain.code_flags(options.fast_math), "-S", "-o", str(assembly)])
+            if instrumented:
+                _instrumented(code, flags, assembly)
+            else:
+                _clang(code, [*flags, "-o", str(assembly)])
         except CompileError as error:
             raise CompileError(_explain(str(error), kernel)) from None
         assembly.write_text(_finish_assembly(assembly.read_text()))
         _link(assembly, scratch)
+
+
+def _instrumented(code: str, flags: Sequence[str], assembly: Path) -> None:
+    module = assembly.with_suffix(".ll")
+    _clang(code, [*flags, *instrument.FLAGS, "-emit-llvm", "-o", str(module)])
+    module.write_text(instrument.instrument(module.read_text()))
+    # Optimised already; what came in since is to be inlined.
+    command = [toolchain.clang(), *toolchain.machine_flags(), "-x", "ir", "-O1", "-fPIC", "-S", "-Wno-everything"]
+    result = toolchain.run([*command, str(module), "-o", str(assembly)])
+    if result.returncode:
+        raise CompileError(result.stderr.strip())
 
 
 def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dict[str, str]:

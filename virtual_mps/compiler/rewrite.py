@@ -138,7 +138,7 @@ def _threadgroup_variable(source: Source, node: Node, declarators: list[Node], n
             name = name.child_by_field_name("declarator")
         extents = source.text[name.end_byte : declarator.end_byte]
         alias, identity = b"vmps_type_%d_%d" % (number, i), number << 8 | i
-        place = b"vmps::threadgroup_variable<%d, %s%s>" % (identity, alias, alignment)
+        place = b'vmps::threadgroup_variable<%d, "%s", %s%s>' % (identity, source.of(name), alias, alignment)
         text += b"using %s = %s%s; threadgroup %s& %s = %s::get(); " % (
             alias, kind, extents, alias, source.of(name), place
         )  # fmt: skip

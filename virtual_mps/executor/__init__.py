@@ -1,10 +1,11 @@
 """Compiles and runs Metal kernels on NumPy arrays, through the C interface in executor.h; no torch, no device."""
 
+import contextlib
 import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,13 @@ class _Parameter(ctypes.Structure):
 
 
 class _Binding(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("allocation", ctypes.c_void_p),
+        ("allocation_size", ctypes.c_size_t),
+        ("written", ctypes.c_void_p),
+    )
 
 
 class LaunchArgs(ctypes.Structure):
@@ -85,6 +92,10 @@ def load(runtime: Path | None = None) -> ctypes.CDLL:
     api.vmps_kernel_static_threadgroup_memory.restype = ctypes.c_uint32
     api.vmps_kernel_waits.argtypes = [pointer]
     api.vmps_kernel_waits.restype = ctypes.c_int
+    api.vmps_set_check.argtypes = [ctypes.c_int]
+    api.vmps_set_check.restype = None
+    api.vmps_set_seed.argtypes = [ctypes.c_uint64]
+    api.vmps_set_seed.restype = None
     api.vmps_launch.argtypes = [pointer, ctypes.POINTER(LaunchArgs), error]
     api.vmps_launch.restype = ctypes.c_int
     package_parent = Path(__file__).resolve().parents[2]
@@ -107,6 +118,19 @@ def _check(api: ctypes.CDLL, error: ctypes.c_void_p) -> None:
         message = ctypes.string_at(error.value).decode(errors="replace")
         api.vmps_free(error)
         raise MetalError(message)
+
+
+@contextlib.contextmanager
+def checked(seed: int = 0) -> Iterator[None]:
+    """Launches in the block run in checked mode, with a seed in a random order of lanes and threadgroups."""
+    api = _shared_api()
+    api.vmps_set_check(1)
+    api.vmps_set_seed(seed)
+    try:
+        yield
+    finally:
+        api.vmps_set_check(0)
+        api.vmps_set_seed(0)
 
 
 class Library:

@@ -3,15 +3,19 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "compiler_process.h"
 #include "faults.h"
 #include "kernel_abi.h"
@@ -26,12 +30,24 @@ struct vmps_library {
   std::string table;
 };
 
+// A kernel's shared object.
+struct LoadedObject {
+  void* handle = nullptr;
+  const vmps_image* image = nullptr;
+  uint32_t static_memory = 0;
+  unsigned cell = 0;  // of an instrumented one: see Run
+};
+
 struct vmps_kernel {
   std::string name;
-  void* object;
-  const vmps_image* image;
+  fs::path library;
+  std::string key;  // of its constants
+  std::vector<std::string> constants;
+  LoadedObject object;
   std::vector<vmps_parameter> parameters;
-  uint32_t static_memory;
+  // Made when it is first launched under observation.
+  mutable std::mutex instrumented_mutex;
+  mutable LoadedObject instrumented;
 };
 
 namespace {
@@ -77,17 +93,18 @@ void check_geometry(const vmps_kernel& kernel, const vmps_launch_args& args) {
       "(" + std::to_string(t[0]) + ", " + std::to_string(t[1]) + ", " + std::to_string(t[2]) + ")";
   if (!t[0] || !t[1] || !t[2]) throw Error(subject + "threads per threadgroup " + shape + " must not be 0");
   const uint64_t threads = uint64_t{t[0]} * t[1] * t[2];
-  if (t[0] > kernel.image->max_threads || t[1] > kernel.image->max_threads || threads > kernel.image->max_threads)
-    throw Error(subject + "threads per threadgroup " + shape + ": at most " +
-                std::to_string(kernel.image->max_threads) + " in all");
+  const uint32_t most = kernel.object.image->max_threads;
+  if (t[0] > most || t[1] > most || threads > most)
+    throw Error(subject + "threads per threadgroup " + shape + ": at most " + std::to_string(most) + " in all");
 }
 
 void check_memory(const vmps_kernel& kernel, const vmps_launch_args& args) {
   const std::string subject = "kernel '" + kernel.name + "': ";
   uint64_t set = 0;
   for (uint32_t bytes : args.threadgroup_memory) set += bytes;
-  if (kernel.static_memory + set > VMPS_MAX_THREADGROUP_MEMORY)
-    throw Error(subject + "threadgroup memory of " + std::to_string(kernel.static_memory) + " bytes declared and " +
+  const uint32_t declared = kernel.object.static_memory;
+  if (declared + set > VMPS_MAX_THREADGROUP_MEMORY)
+    throw Error(subject + "threadgroup memory of " + std::to_string(declared) + " bytes declared and " +
                 std::to_string(set) + " set by the host: at most " + std::to_string(VMPS_MAX_THREADGROUP_MEMORY) +
                 " in all");
   for (const vmps_parameter& p : kernel.parameters)
@@ -95,7 +112,7 @@ void check_memory(const vmps_kernel& kernel, const vmps_launch_args& args) {
       throw Error(subject + "no length was set for '" + p.name + "' at threadgroup(" + std::to_string(p.index) + ")");
 }
 
-vmps::Launch make_launch(const vmps_kernel& kernel, const vmps_launch_args& args) {
+vmps::Launch make_launch(const vmps_kernel& kernel, const LoadedObject& object, const vmps_launch_args& args) {
   vmps::Launch launch = {};
   for (unsigned i = 0; i < VMPS_SLOTS; i++) launch.grid.buffers[i] = args.buffers[i].data;
   for (int d = 0; d < 3; d++) {
@@ -110,10 +127,54 @@ vmps::Launch make_launch(const vmps_kernel& kernel, const vmps_launch_args& args
     launch.grid.threads[d] = static_cast<uint32_t>(threads);
   }
   std::memcpy(launch.threadgroup_memory, args.threadgroup_memory, sizeof launch.threadgroup_memory);
-  launch.static_memory = kernel.static_memory;
-  launch.image = kernel.image;
-  launch.waits = *kernel.image->waits;
+  launch.static_memory = object.static_memory;
+  launch.image = object.image;
+  launch.waits = *object.image->waits;
   return launch;
+}
+
+LoadedObject load_object(const vmps_kernel& kernel, bool instrumented) {
+  const std::string variant = instrumented ? "instrumented" : "";
+  const fs::path path = kernel.library / (vmps::sha256({kernel.name, kernel.key, variant}) + ".so");
+  if (!fs::exists(path)) {
+    std::vector<std::string> arguments = {"kernel",   "--library",   kernel.library.string(),
+                                          "--output", path.string(), std::string("--name=") + kernel.name};
+    if (instrumented) arguments.push_back("--instrumented");
+    arguments.insert(arguments.end(), kernel.constants.begin(), kernel.constants.end());
+    vmps::call_compiler(arguments);
+  }
+  LoadedObject object;
+  object.handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!object.handle) throw Error("kernel '" + kernel.name + "': " + dlerror());
+  object.image = static_cast<const vmps_image*>(dlsym(object.handle, "vmps_kernel_image"));
+  if (!object.image || object.image->abi_version != VMPS_ABI_VERSION) {
+    dlclose(object.handle);
+    throw Error(path.string() + " is not a kernel of this version");
+  }
+  object.static_memory = static_cast<uint32_t>(object.image->memory_end - object.image->memory_begin);
+  if (instrumented) object.cell = *static_cast<const unsigned*>(dlsym(object.handle, "vmps_kernel_cell"));
+  return object;
+}
+
+const LoadedObject& instrumented(const vmps_kernel& kernel) {
+  std::lock_guard<std::mutex> lock(kernel.instrumented_mutex);
+  if (!kernel.instrumented.handle) kernel.instrumented = load_object(kernel, true);
+  return kernel.instrumented;
+}
+
+std::atomic<uint64_t> seed{0};
+
+std::string run(const vmps_kernel& kernel, const vmps_launch_args& args) {
+  const bool observed = vmps::observed();
+  const LoadedObject& object = observed ? instrumented(kernel) : kernel.object;
+  vmps::Launch launch = make_launch(kernel, object, args);
+  const uint64_t chosen = seed;
+  vmps::Order order(chosen);
+  if (chosen) launch.order = &order;
+  std::string failure =
+      observed ? vmps::run_observed(kernel.name, launch, args, kernel.parameters, object.cell) : vmps::run_grid(launch);
+  if (!failure.empty() && chosen) failure += " (in the order of seed " + std::to_string(chosen) + ")";
+  return failure;
 }
 
 }  // namespace
@@ -163,41 +224,28 @@ vmps_kernel* vmps_kernel_create(const vmps_library* library,
                                 size_t constant_count,
                                 char** error) {
   return guarded<vmps_kernel*>(error, nullptr, [&] {
-    std::vector<std::string> arguments;
-    std::string key;
+    auto kernel = std::make_unique<vmps_kernel>();
+    kernel->name = name;
+    kernel->library = library->directory;
     for (size_t i = 0; i < constant_count; i++) {
       const vmps_constant& c = constants[i];
-      arguments.push_back("--constant=" + (c.name ? std::string(c.name) : std::to_string(c.index)) + "=" +
-                          hexadecimal(c.value, c.size));
-      key += arguments.back() + '\0';
+      kernel->constants.push_back("--constant=" + (c.name ? std::string(c.name) : std::to_string(c.index)) + "=" +
+                                  hexadecimal(c.value, c.size));
+      kernel->key += kernel->constants.back() + '\0';
     }
-    const fs::path object = library->directory / (vmps::sha256({name, key}) + ".so");
-    if (!fs::exists(object)) {
-      arguments.insert(arguments.begin(), {"kernel", "--library", library->directory.string(), "--output",
-                                           object.string(), std::string("--name=") + name});
-      vmps::call_compiler(arguments);
-    }
-
-    void* handle = dlopen(object.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!handle) throw Error(std::string("kernel '") + name + "': " + dlerror());
-    const auto* image = static_cast<const vmps_image*>(dlsym(handle, "vmps_kernel_image"));
-    if (!image || image->abi_version != VMPS_ABI_VERSION) {
-      dlclose(handle);
-      throw Error(object.string() + " is not a kernel of this version");
-    }
-    auto* kernel = new vmps_kernel{name, handle, image, {}, 0};
-    kernel->static_memory = static_cast<uint32_t>(image->memory_end - image->memory_begin);
-    for (unsigned i = 0; i < image->parameter_count; i++)
-      if (image->parameters[i].kind >= 0)
-        kernel->parameters.push_back(
-            {image->parameters[i].kind, image->parameters[i].index, image->parameters[i].name});
-    return kernel;
+    kernel->object = load_object(*kernel, false);
+    const vmps_image& image = *kernel->object.image;
+    for (unsigned i = 0; i < image.parameter_count; i++)
+      if (image.parameters[i].kind >= 0)
+        kernel->parameters.push_back({image.parameters[i].kind, image.parameters[i].index, image.parameters[i].name});
+    return kernel.release();
   });
 }
 
 void vmps_kernel_destroy(vmps_kernel* kernel) {
   if (!kernel) return;
-  dlclose(kernel->object);
+  dlclose(kernel->object.handle);
+  if (kernel->instrumented.handle) dlclose(kernel->instrumented.handle);
   delete kernel;
 }
 
@@ -206,16 +254,31 @@ size_t vmps_kernel_parameters(const vmps_kernel* kernel, const vmps_parameter** 
   return kernel->parameters.size();
 }
 const char* vmps_kernel_name(const vmps_kernel* kernel) { return kernel->name.c_str(); }
-uint32_t vmps_kernel_max_threads(const vmps_kernel* kernel) { return kernel->image->max_threads; }
-uint32_t vmps_kernel_static_threadgroup_memory(const vmps_kernel* kernel) { return kernel->static_memory; }
-int vmps_kernel_waits(const vmps_kernel* kernel) { return static_cast<int>(*kernel->image->waits); }
+uint32_t vmps_kernel_max_threads(const vmps_kernel* kernel) { return kernel->object.image->max_threads; }
+uint32_t vmps_kernel_static_threadgroup_memory(const vmps_kernel* kernel) { return kernel->object.static_memory; }
+int vmps_kernel_waits(const vmps_kernel* kernel) { return static_cast<int>(*kernel->object.image->waits); }
+
+void vmps_set_check(int on) {
+  static std::mutex mutex;
+  static vmps::Check* check = nullptr;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (on && !check) {
+    vmps::add_observer(*(check = new vmps::Check));
+  } else if (!on && check) {
+    vmps::remove_observer(*check);
+    delete check;
+    check = nullptr;
+  }
+}
+
+void vmps_set_seed(uint64_t wanted) { seed = wanted; }
 
 int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** error) {
   return guarded<int>(error, -1, [&] {
     check_geometry(*kernel, *args);
     check_memory(*kernel, *args);
     vmps::catch_faults();
-    const std::string failure = vmps::run_grid(make_launch(*kernel, *args));
+    const std::string failure = run(*kernel, *args);
     if (!failure.empty()) throw Error("kernel '" + kernel->name + "', " + failure);
     return 0;
   });

@@ -102,7 +102,12 @@ VMPS_API int vmps_kernel_waits(const vmps_kernel* kernel);  // has barriers or s
 
 typedef struct {
   void* data;   // NULL: nothing bound
-  size_t size;  // bytes from data to the end of the buffer; not checked
+  size_t size;  // bytes from data to the end of the buffer; checked only while the launch is observed
+  // The buffer that `data` lies in, and one bit for each of its bytes (the lowest bit first) that says whether it was
+  // written since it was allocated. May be NULL: `data` is a buffer of its own; everything was written.
+  void* allocation;
+  size_t allocation_size;
+  unsigned char* written;
 } vmps_binding;
 
 typedef struct {
@@ -112,6 +117,12 @@ typedef struct {
   uint32_t threads[3];                             // dispatchThreads: edge threadgroups are cut
   uint32_t threads_per_threadgroup[3];
 } vmps_launch_args;
+
+// Checked mode, on or off: a launch in which a kernel did what it must not fails, with all that was found.
+VMPS_API void vmps_set_check(int on);
+
+// Lanes and threadgroups run one after another in an order made from this number; 0: in the usual order, on all cores.
+VMPS_API void vmps_set_seed(uint64_t seed);
 
 // Runs the kernel to its end on the calling thread and the pool ($VIRTUAL_MPS_THREADS, default: one a core, at most
 // 16). Reads `args` only until it returns. Returns 0, or -1 for a geometry the kernel cannot run with and for errors

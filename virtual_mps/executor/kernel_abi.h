@@ -5,7 +5,7 @@
 extern "C" {
 
 enum vmps_limits : unsigned {
-  VMPS_ABI_VERSION = 1,
+  VMPS_ABI_VERSION = 2,
   VMPS_SLOTS = 31,
   VMPS_SIMD_LANES = 32,
   VMPS_MAX_LANES = 1024,
@@ -63,6 +63,51 @@ struct vmps_image_parameter {
   const char* name;
 };
 
+// ---- instrumented kernels -------------------------------------------------------------------------------------------
+//
+// For checked mode and counters, a kernel is compiled a second way. Its pointers to buffers and threadgroup memory
+// carry a tag in their top bits: which argument or variable they were made from, however they are computed on. Before
+// each access it hands the pointer to the executor, which gives the address to use instead.
+
+enum vmps_tag : unsigned {
+  VMPS_TAG_SHIFT = 48,
+  VMPS_BUFFER_TAG = 1,                                 // + n for [[buffer(n)]]
+  VMPS_ARGUMENT_TAG = VMPS_BUFFER_TAG + VMPS_SLOTS,    // + n for [[threadgroup(n)]]
+  VMPS_VARIABLE_TAG = VMPS_ARGUMENT_TAG + VMPS_SLOTS,  // + n for the kernel's n-th threadgroup variable
+};
+
+enum vmps_access_kind : unsigned short { VMPS_READ = 1, VMPS_WRITE = 2, VMPS_ATOMIC = 4 };
+
+struct vmps_site {       // an access, or a call that waits, in the code of a kernel
+  const char* location;  // "FILE:LINE", and ", called at FILE:LINE" for what was inlined; "" if it is not known
+  unsigned size;         // bytes; 0 if it is known only at run time
+  unsigned short alignment, kind;
+};
+
+enum vmps_operation : unsigned {
+  VMPS_SIMD_FUNCTION,  // what a lane waits in unless it announces something else
+  VMPS_SIMD_VOTE,      // asks which lanes are here, so it may well be called by some of them
+  VMPS_SIMDGROUP_BARRIER,
+  VMPS_THREADGROUP_BARRIER,
+  VMPS_MATRIX_LOAD,
+  VMPS_MATRIX_STORE,
+  VMPS_MATRIX_MULTIPLY,
+};
+
+struct __attribute__((aligned(32))) vmps_variable {  // in threadgroup memory
+  const char* name;
+  const char* place;  // see vmps_image.memory_begin
+  unsigned long size;
+};
+
+// Gives the address to use for `pointer`: its own without the tag, or, if that is out of bounds, one that does no harm.
+void* vmps_access(void* pointer, const vmps_site* site);
+void* vmps_access_range(void* pointer, const vmps_site* site, unsigned long size);
+// What the next vmps_wait_... of this lane is for, and with which mem_flags.
+void vmps_announce(unsigned operation, unsigned mem_flags);
+void vmps_at(const vmps_site* site);  // the lane comes to wait
+extern unsigned long vmps_scalar_flops;
+
 struct vmps_image {  // what a kernel's shared object exports, under the name vmps_kernel_image
   unsigned abi_version;
   void (*run)(vmps_threadgroup*, unsigned first_lane, unsigned end_lane);
@@ -70,5 +115,6 @@ struct vmps_image {  // what a kernel's shared object exports, under the name vm
   const vmps_image_parameter* parameters;
   unsigned parameter_count, max_threads;
   const unsigned* waits;
+  const vmps_variable *variables_begin, *variables_end;  // none unless instrumented
 };
 }

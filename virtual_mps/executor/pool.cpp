@@ -29,12 +29,14 @@ class Grid {
   explicit Grid(const Launch& launch) : launch_(launch) {
     const unsigned* n = launch.grid.threadgroups;
     total_ = uint64_t{n[0]} * n[1] * n[2];
+    if (launch.order && total_) launch.order->start_walk(total_);
   }
 
   // Runs one threadgroup that nobody runs yet; false when there is none.
   bool step(Worker& worker) {
-    const uint64_t i = next_.fetch_add(1, std::memory_order_relaxed);
+    uint64_t i = next_.fetch_add(1, std::memory_order_relaxed);
     if (i >= total_) return false;
+    if (launch_.order) i = launch_.order->walk(i);
     const unsigned* n = launch_.grid.threadgroups;
     const unsigned at[3] = {unsigned(i % n[0]), unsigned(i / n[0] % n[1]), unsigned(i / n[0] / n[1])};
     std::string failure = worker.run(launch_, at);
@@ -179,10 +181,11 @@ std::string run_grid(const Launch& launch) {
   Threads& all = the_threads();
   Grid grid(launch);
   auto worker = all.workers.take();
+  const bool alone = launch.instruments || launch.order;
   bool joined = false;
   const Clock::time_point start = Clock::now();
   while (grid.step(*worker))
-    if (!joined && grid.more() && Clock::now() - start > kAlone) joined = all.helpers.join(grid);
+    if (!alone && !joined && grid.more() && Clock::now() - start > kAlone) joined = all.helpers.join(grid);
   if (joined) all.helpers.leave();
   all.workers.give_back(std::move(worker));
   return grid.failure();

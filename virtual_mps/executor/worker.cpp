@@ -28,12 +28,6 @@ unsigned lowest(unsigned mask) { return static_cast<unsigned>(__builtin_ctz(mask
 unsigned highest(unsigned mask) { return 31 - static_cast<unsigned>(__builtin_clz(mask)); }
 unsigned runnable(const vmps_simdgroup& s) { return s.alive & ~(s.in_function | s.at_barrier); }
 
-// The next lane after `after`, round and round.
-unsigned pick(unsigned mask, unsigned after) {
-  unsigned later = mask & ~((2u << after) - 1);
-  return lowest(later ? later : mask);
-}
-
 }  // namespace
 
 Worker::Worker() {
@@ -60,19 +54,25 @@ Worker::~Worker() { munmap(mapping_, kMapping); }
 
 Worker* Worker::running() { return running_worker; }
 
-vmps_lane*& Worker::lane_at(void* frame) {
-  const uintptr_t top_word = (reinterpret_cast<uintptr_t>(frame) | (VMPS_STACK_SIZE - 1)) - 7;
-  return *reinterpret_cast<vmps_lane**>(top_word);
+size_t Worker::arena_size() { return kArena; }
+
+// The next lane after `after`, round and round, or any.
+inline unsigned Worker::pick(unsigned mask, unsigned after) const {
+  if (launch_->order) return launch_->order->bit(mask);
+  unsigned later = mask & ~((2u << after) - 1);
+  return lowest(later ? later : mask);
 }
 
 std::string Worker::run(const Launch& launch, const unsigned at[3]) {
   place(launch, at);
   running_worker = this;
+  if (launch.instruments) launch.instruments->threadgroup_begins(*this, arena_);
   if (launch.waits)
     vmps_switch(&caller_, next(simdgroups_, VMPS_SIMD_LANES - 1));
   else
     vmps_switch(&caller_, &lanes_[0]);
   running_worker = nullptr;
+  if (launch.instruments) launch.instruments->threadgroup_ends();
   return std::move(failure_);
 }
 
@@ -109,6 +109,8 @@ void Worker::place_memory() {
     used += (launch.threadgroup_memory[i] + kArgumentAlignment - 1) & ~(kArgumentAlignment - 1);
   }
   std::memset(arena_, kPoison, used);
+  if (launch.instruments)
+    for (unsigned i = 0; i < VMPS_SLOTS; i++) arguments[i] = launch.instruments->tagged_argument(arguments[i], i);
 }
 
 void* Worker::make_lane_fibre(unsigned index, void* (*make)(char* top)) {
@@ -156,7 +158,12 @@ void Worker::lane_body() {
 void Worker::loop_body() {
   vmps_lane* lane = lane_at(__builtin_frame_address(0));
   Worker& worker = of(lane);
-  worker.launch_->image->run(&worker, 0, worker.lane_count);
+  const Launch& launch = *worker.launch_;
+  if (launch.order) {
+    for (unsigned i : launch.order->permutation(worker.lane_count)) launch.image->run(&worker, i, i + 1);
+  } else {
+    launch.image->run(&worker, 0, worker.lane_count);
+  }
   vmps_switch(lane, &worker.caller_);
   __builtin_unreachable();
 }
@@ -182,7 +189,8 @@ void Worker::abandon(const std::string& failure, uintptr_t stack_pointer) {
 // The lane to continue with when none of `simdgroup` may be; the caller when the threadgroup is done, or cannot go on.
 vmps_lane* Worker::next(vmps_simdgroup* simdgroup, unsigned after) {
   do {
-    const unsigned own = static_cast<unsigned>(simdgroup - simdgroups_);
+    const unsigned own =
+        launch_->order ? launch_->order->below(simdgroup_count) : static_cast<unsigned>(simdgroup - simdgroups_);
     for (unsigned n = 0; n < simdgroup_count; n++) {
       vmps_simdgroup& s = simdgroups_[(own + n) % simdgroup_count];
       if (unsigned ready = runnable(s)) return &s.lanes[pick(ready, n == 0 ? after : VMPS_SIMD_LANES - 1)];
@@ -209,6 +217,7 @@ vmps_lane* Worker::serve_diverged(vmps_simdgroup* simdgroup) {
   simdgroup->in_function &= ~together;
   simdgroup->diverged = simdgroup->in_function != 0;
   vmps_lane& server = simdgroup->lanes[highest(together)];
+  if (launch_->instruments) launch_->instruments->served(*simdgroup, together, server);
   server.serve = together;
   return &server;
 }
@@ -228,6 +237,7 @@ bool Worker::release_barrier() {
   }
   barrier_site_ = nullptr;
   for (unsigned s = 0; s < simdgroup_count; s++) simdgroups_[s].at_barrier = 0;
+  if (launch_->instruments) launch_->instruments->barrier_passed(lanes_[0]);
   return true;
 }
 
@@ -241,6 +251,7 @@ vmps_lane* Worker::arrive_in_simdgroup(vmps_lane* lane, const void* site) {
   if (simdgroup->in_function == simdgroup->alive && !simdgroup->diverged) {
     simdgroup->in_function = 0;
     lane->serve = simdgroup->alive;
+    if (launch_->instruments) launch_->instruments->served(*simdgroup, simdgroup->alive, *lane);
     return lane;
   }
   lane->site = site;

@@ -9,7 +9,9 @@
 #include <string>
 
 #include "executor.h"
+#include "instrument.h"
 #include "kernel_abi.h"
+#include "order.h"
 
 namespace vmps {
 
@@ -19,6 +21,8 @@ struct Launch {  // one grid, shared by the workers that run it
   uint32_t static_memory;
   const vmps_image* image;
   bool waits;
+  Instruments* instruments;  // of an observed launch, which one worker runs alone; else null
+  Order* order;              // likewise of a launch in random order
 };
 
 class Worker : vmps_threadgroup {
@@ -37,6 +41,9 @@ class Worker : vmps_threadgroup {
   static Worker& of(vmps_lane* lane) { return static_cast<Worker&>(*lane->group); }
   // The worker whose threadgroup runs on this OS thread, if any.
   static Worker* running();
+  // The lane on whose stack this frame is.
+  static vmps_lane& current_lane(void* frame) { return *lane_at(frame); }
+  static size_t arena_size();
 
   vmps_lane* arrive_in_simdgroup(vmps_lane* lane, const void* site);
   vmps_lane* arrive_in_threadgroup(vmps_lane* lane, const void* site);
@@ -44,7 +51,10 @@ class Worker : vmps_threadgroup {
  private:
   static void lane_body();
   static void loop_body();
-  static vmps_lane*& lane_at(void* frame);
+  static vmps_lane*& lane_at(void* frame) {
+    const uintptr_t top_word = (reinterpret_cast<uintptr_t>(frame) | (VMPS_STACK_SIZE - 1)) - 7;
+    return *reinterpret_cast<vmps_lane**>(top_word);
+  }
 
   void place(const Launch& launch, const unsigned at[3]);
   void place_memory();
@@ -53,6 +63,7 @@ class Worker : vmps_threadgroup {
   char* stack(unsigned index) const { return stacks_ + size_t{index} * VMPS_STACK_SIZE; }
 
   vmps_lane* after(vmps_lane* lane);
+  unsigned pick(unsigned mask, unsigned after) const;
   vmps_lane* next(vmps_simdgroup* simdgroup, unsigned after);
   vmps_lane* serve_diverged(vmps_simdgroup* simdgroup);
   bool release_barrier();

@@ -42,8 +42,10 @@ struct Bindings {
       [buffers[index] release];
       buffers[index] = buffer;
     }
-    arguments.buffers[index] = {buffer ? static_cast<char*>(buffer->memory) + offset : nullptr,
-                                buffer ? buffer->bytes - offset : 0};
+    arguments.buffers[index] = {};
+    if (!buffer) return;
+    char* memory = static_cast<char*>(buffer->memory);
+    arguments.buffers[index] = {memory + offset, buffer->bytes - offset, memory, buffer->bytes, nullptr};
   }
 
   void bind_bytes(NSUInteger index, const void* source, NSUInteger length) {

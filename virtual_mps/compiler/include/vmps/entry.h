@@ -159,4 +159,6 @@ extern "C" const unsigned vmps_kernel_waits __attribute__((visibility("hidden"))
                                         vmps_image_parameters,                                       \
                                         sizeof vmps_image_parameters / sizeof(vmps_image_parameter), \
                                         max_threads,                                                 \
-                                        &vmps_kernel_waits};
+                                        &vmps_kernel_waits,                                          \
+                                        __start_vmps_variables,                                      \
+                                        __stop_vmps_variables};

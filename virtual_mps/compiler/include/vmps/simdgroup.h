@@ -135,6 +135,7 @@ inline __attribute__((noinline)) void serve_ballot(ballot** operand, unsigned la
 }
 VMPS_INLINE uint vote(bool b) {
   ballot operand{b, 0};
+  announce(VMPS_SIMD_VOTE);
   together(operand, serve_ballot);
   return operand.result;
 }
@@ -142,7 +143,10 @@ VMPS_INLINE uint lane_index() { return self()->in_simdgroup; }
 }  // namespace vmps
 
 namespace metal {
-VMPS_INLINE void simdgroup_barrier(mem_flags) { vmps_wait_simdgroup(vmps::self()); }
+VMPS_INLINE void simdgroup_barrier(mem_flags flags) {
+  vmps::announce(VMPS_SIMDGROUP_BARRIER, uint(flags));
+  vmps_wait_simdgroup(vmps::self());
+}
 
 // simd_* on groups of 32 and quad_* on groups of 4, alike.
 #define VMPS_SHUFFLE(name, source)                                                         \

@@ -118,9 +118,18 @@ VMPS_INLINE simdgroup_matrix<T, Columns, Rows> make_diagonal_simdgroup_matrix(T 
 }  // namespace metal
 
 namespace vmps {
+// On the GPU all lanes of a simdgroup take part in what lane 0 does here for them.
+VMPS_INLINE void meet(vmps_operation operation) {
+#ifdef VMPS_INSTRUMENTED
+  announce(operation);
+  vmps_wait_simdgroup(self());
+#endif
+}
+
 template <class T>
 VMPS_INLINE void load(
     metal::simdgroup_matrix<T, 8, 8>& m, const T* source, ulong stride, ulong2 origin, bool transpose) {
+  meet(VMPS_MATRIX_LOAD);
   m.held = held_whole;
   if (lane_index() != 0) return;
   source += origin.y * stride + origin.x;
@@ -134,6 +143,7 @@ VMPS_INLINE void load(
 template <class T>
 VMPS_INLINE void store(
     const metal::simdgroup_matrix<T, 8, 8>& m, T* target, ulong stride, ulong2 origin, bool transpose) {
+  meet(VMPS_MATRIX_STORE);
   target += origin.y * stride + origin.x;
   ulong row_step = transpose ? 1 : stride, column_step = transpose ? stride : 1;
   if (m.held & held_spread) {
@@ -180,6 +190,7 @@ VMPS_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>&
                                                const thread simdgroup_matrix<A, 8, 8>& a,
                                                const thread simdgroup_matrix<B, 8, 8>& b,
                                                const thread simdgroup_matrix<C, 8, 8>& c) {
+  vmps::meet(VMPS_MATRIX_MULTIPLY);
   if (a.held & b.held & c.held & vmps::held_whole) {
     d.held = vmps::held_whole;
     if (vmps::lane_index() == 0) {
