@@ -8,6 +8,7 @@
 #include <atomic>
 #include <unordered_set>
 
+#include "../metal/buffer_c.h"
 #include "../metal/modes.h"
 #include "generator.h"
 #include "host_view.h"
@@ -55,6 +56,7 @@ struct Traits {
   int generator_argument = -1;
   int host_result = -1;  // the one result that is a CPU tensor by contract
   size_t arguments, results;
+  std::vector<bool> writes;  // by argument
 
   explicit Traits(const OperatorHandle& op) {
     const auto& schema = op.schema();
@@ -64,8 +66,13 @@ struct Traits {
         starts_with(name, "aten::_foreach") || starts_with(name, "aten::_fused") || starts_with(name, "aten::_amp");
     arguments = schema.arguments().size();
     results = schema.returns().size();
-    for (size_t i = 0; i < arguments; i++)
-      if (schema.arguments()[i].name() == "generator") generator_argument = static_cast<int>(i);
+    // PyTorch's own schemas say what an op writes to; those of others may not.
+    const bool may_write_to_any = !starts_with(name, "aten::");
+    for (size_t i = 0; i < arguments; i++) {
+      const c10::Argument& argument = schema.arguments()[i];
+      if (argument.name() == "generator") generator_argument = static_cast<int>(i);
+      writes.push_back(may_write_to_any || (argument.alias_info() && argument.alias_info()->isWrite()));
+    }
     draws_from_default_generator = generator_argument < 0 && op.hasTag(at::Tag::nondeterministic_seeded);
     if (name == "aten::_pack_padded_sequence") host_result = 1;
   }
@@ -100,6 +107,15 @@ void convert_tensors(IValue& value, Convert&& convert) {
   }
 }
 
+// Tells checked mode: all bytes between the tensor's first and last element.
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_mps() || tensor.layout() != c10::Layout::Strided || tensor.numel() == 0) return;
+  int64_t last = tensor.storage_offset();
+  for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
+  const size_t item = tensor.element_size(), begin = tensor.storage_offset() * item;
+  buffer_mark_written(tensor.storage().data_ptr().get(), begin, (last + 1) * item - begin);
+}
+
 void check_devices(const HostView& view, const Traits& traits) {
   if (!view.has_device_tensors() || traits.takes_mixed_devices || traits.takes_host_scalars_of_any_shape) return;
   for (auto& tensor : view.host_arguments())
@@ -123,7 +139,10 @@ void run_on_host_memory(const OperatorHandle& op, const Traits& traits, torch::j
     } else if (value.isStorage()) {
       if (value.toStorage().device_type() == c10::DeviceType::MPS) value = view.to_host(value.toStorage());
     } else {
-      convert_tensors(value, [&](const at::Tensor& tensor) { return view.to_host(tensor); });
+      convert_tensors(value, [&](const at::Tensor& tensor) {
+        if (traits.writes[i]) mark_written(tensor);
+        return view.to_host(tensor);
+      });
     }
   }
   check_devices(view, traits);

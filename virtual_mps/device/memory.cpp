@@ -74,12 +74,14 @@ class DeviceAllocator final : public at::mps::IMPSAllocator {
     void* memory = host.get();
     if (modes().poison) std::memset(memory, 0xff, bytes);  // NaN in every floating type, -1 in every integer
     auto* owner = new c10::DataPtr(std::move(host));
-    return storage_pointer(
-        buffer_new(memory, bytes, [](void* owned) { delete static_cast<c10::DataPtr*>(owned); }, owner));
+    void* buffer = buffer_new(memory, bytes, [](void* owned) { delete static_cast<c10::DataPtr*>(owned); }, owner);
+    if (modes().check) buffer_follow_writes(buffer);
+    return storage_pointer(buffer);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_storage; }
   void copy_data(void* destination, const void* source, size_t bytes) const override {
     std::memcpy(buffer_contents(destination), buffer_contents(source), bytes);
+    buffer_mark_written(destination, 0, bytes);
   }
 
 #if VMPS_TORCH_VERSION >= 213
@@ -102,6 +104,7 @@ class DeviceAllocator final : public at::mps::IMPSAllocator {
   c10::DataPtr allocScalarBufferWithValue(void* value, size_t bytes) const {
     c10::DataPtr scalar = device_allocator().allocate(bytes);
     std::memcpy(buffer_contents(scalar.get()), value, bytes);
+    buffer_mark_written(scalar.get(), 0, bytes);
     return scalar;
   }
   std::string formatSize(size_t bytes) const { return readable(bytes); }
@@ -114,8 +117,11 @@ class DeviceAllocator final : public at::mps::IMPSAllocator {
   size_t getCurrentAllocatedMemory() const { return allocated_bytes(); }
   size_t getDriverAllocatedMemory() const { return driver_bytes(); }
   size_t getRecommendedMaxMemory() const { return recommended_memory(); }
-  std::pair<const void*, uint32_t> getSharedBufferPtr(const void* buffer) const { return {buffer_contents(buffer), 0}; }
-  c10::Storage getHostAliasStorage(const c10::Storage& storage) const { return host_alias(storage); }
+  std::pair<const void*, uint32_t> getSharedBufferPtr(const void* buffer) const {
+    buffer_mark_written(buffer, 0, buffer_length(buffer));  // what the caller does with them is not seen
+    return {buffer_contents(buffer), 0};
+  }
+  c10::Storage getHostAliasStorage(const c10::Storage& storage) const { return writable_host_alias(storage); }
   bool recordEvents(c10::ArrayRef<const void*>) const { return true; }
   bool waitForEvents(c10::ArrayRef<const void*>) const { return true; }
 };
@@ -191,6 +197,11 @@ c10::Storage host_alias(const c10::Storage& device) {
       [](void* owned) { delete static_cast<c10::Storage*>(owned); }, c10::Device(c10::DeviceType::CPU));
   return c10::Storage(c10::Storage::use_byte_size_t(), device.nbytes(), std::move(bytes), c10::GetCPUAllocator(),
                       /*resizable=*/true);
+}
+
+c10::Storage writable_host_alias(const c10::Storage& device) {
+  buffer_mark_written(device.data_ptr().get(), 0, device.nbytes());
+  return host_alias(device);
 }
 
 c10::DataPtr device_alias(const c10::Storage& host) {

@@ -16,6 +16,8 @@ bool is_pinned(const void* host);
 // A CPU storage on the bytes of a device storage, and the reverse. Each keeps the other's memory alive; nothing is
 // copied.
 c10::Storage host_alias(const c10::Storage& device);
+// The same for a caller that may write to it at any time.
+c10::Storage writable_host_alias(const c10::Storage& device);
 c10::DataPtr device_alias(const c10::Storage& host);
 
 size_t allocated_bytes();  // what live tensors hold

@@ -175,6 +175,7 @@ std::atomic<bool>& mode(const std::string& name) {
   if (name == "poison") return all.poison;
   if (name == "deferred") return all.deferred;
   if (name == "validation") return all.validation;
+  if (name == "check") return all.check;
   throw py::key_error("no mode named " + name);
 }
 
@@ -185,14 +186,19 @@ PYBIND11_MODULE(_virtual_mps, m) {
   m.def("_mps_get_name", [] { return at::mps::MPSDevice::getInstance()->getName(); });
   m.def("_mps_get_core_count", [] { return at::mps::MPSDevice::getInstance()->getCoreCount(); });
   m.def("_mps_host_alias_storage", [](const py::object& storage) {
-    return py::reinterpret_steal<py::object>(torch::createPyObject(host_alias(torch::createStorage(storage.ptr()))));
+    return py::reinterpret_steal<py::object>(
+        torch::createPyObject(writable_host_alias(torch::createStorage(storage.ptr()))));
   });
   m.def("register_stock_ops", &register_stock_ops);
   m.def("stock_op_calls", &stock_op_calls);
   m.def("configure_executor", [](const std::string& python, const std::string& python_path, const std::string& cache) {
     vmps_configure(python.c_str(), python_path.c_str(), cache.c_str());
   });
-  m.def("set_mode", [](const std::string& name, bool on) { mode(name) = on; });
+  m.def("set_mode", [](const std::string& name, bool on) {
+    mode(name) = on;
+    if (name == "check") vmps_set_check(on);
+  });
+  m.def("set_seed", [](uint64_t seed) { vmps_set_seed(seed); });
   m.def("get_mode", [](const std::string& name) -> bool { return mode(name); });
 }
 

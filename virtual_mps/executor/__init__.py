@@ -62,6 +62,7 @@ class LaunchArgs(ctypes.Structure):
         ("threadgroups", _Words),
         ("threads", _Words),
         ("threads_per_threadgroup", _Words),
+        ("group", ctypes.c_uint32),
     )
 
 

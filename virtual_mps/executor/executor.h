@@ -116,6 +116,9 @@ typedef struct {
   uint32_t threadgroups[3];                        // dispatchThreadgroups; all 0: see threads
   uint32_t threads[3];                             // dispatchThreads: edge threadgroups are cut
   uint32_t threads_per_threadgroup[3];
+  // Launches that follow each other with the same number, which is not 0, are dispatches of a concurrent encoder with
+  // no memory barrier between them. They still run one after another; checked mode looks for races among them.
+  uint32_t group;
 } vmps_launch_args;
 
 // Checked mode, on or off: a launch in which a kernel did what it must not fails, with all that was found.

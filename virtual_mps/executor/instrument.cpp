@@ -53,7 +53,7 @@ std::string run_observed(const std::string& kernel,
   std::lock_guard<std::mutex> lock(observers_mutex);
   const vmps_image& image = *launch.image;
   const size_t variables = static_cast<size_t>(image.variables_end - image.variables_begin);
-  Run run{kernel, launch, cell, std::vector<Region>(VMPS_VARIABLE_TAG + variables)};
+  Run run{kernel, launch, args.group, cell, std::vector<Region>(VMPS_VARIABLE_TAG + variables)};
   for (unsigned i = 0; i < VMPS_SLOTS; i++) {
     const vmps_binding& b = args.buffers[i];
     char* data = static_cast<char*>(b.data);
@@ -81,8 +81,10 @@ std::string run_observed(const std::string& kernel,
     failure = run_grid(launch);
   }
   run.scalar_flops = vmps_scalar_flops;
-  for (Observer* observer : observers)
-    if (failure.empty()) failure = observer->verdict(run);
+  for (Observer* observer : observers) {
+    const std::string verdict = observer->verdict(run);
+    if (!verdict.empty()) failure += (failure.empty() ? "" : "; ") + verdict;
+  }
   for (Observer* observer : observers) observer->launch_ends(run);
   return failure;
 }
@@ -153,6 +155,10 @@ void Instruments::at(const vmps_lane& lane, const vmps_site& site) {
   waiting_[lane.in_threadgroup].where = site.location;
 }
 
+void Instruments::device_fence() {
+  for (Observer* observer : observers_) observer->device_fence(run_);
+}
+
 void* Instruments::access(void* pointer, const vmps_site& site, uint64_t size, const vmps_lane& lane) {
   const uint64_t word = reinterpret_cast<uint64_t>(pointer);
   const uint64_t tag = word >> VMPS_TAG_SHIFT;
@@ -191,6 +197,8 @@ VMPS_API void vmps_announce(unsigned operation, unsigned mem_flags) {
   vmps::Instruments::running()->announce(vmps::Worker::current_lane(__builtin_frame_address(0)),
                                          static_cast<vmps_operation>(operation), mem_flags);
 }
+
+VMPS_API void vmps_device_fence() { vmps::Instruments::running()->device_fence(); }
 
 VMPS_API void vmps_at(const vmps_site* site) {
   vmps::Instruments::running()->at(vmps::Worker::current_lane(__builtin_frame_address(0)), *site);

@@ -59,7 +59,8 @@ struct SimdgroupOperation {  // a simdgroup function, barrier or matrix operatio
 struct Run {
   const std::string& kernel;
   const Launch& launch;
-  unsigned cell;                                  // every access covers whole pieces of this many bytes, a power of two
+  unsigned group;  // launches with the same number that is not 0 are ordered by nothing: see vmps_launch_args
+  unsigned cell;   // every access covers whole pieces of this many bytes, a power of two
   std::vector<Region> regions;                    // by tag; threadgroup memory only once a threadgroup runs
   const vmps_threadgroup* threadgroup = nullptr;  // the one that runs
   uint64_t scalar_flops = 0;                      // since the launch began; up to date when it ends
@@ -75,7 +76,8 @@ class Observer {
   virtual void access(Run&, const Access&) {}
   virtual void threadgroup_barrier(Run&, unsigned /*mem_flags*/) {}  // all its threads have come
   virtual void simdgroup_operation(Run&, const SimdgroupOperation&) {}
-  // Asked at the end of a launch that did not fail otherwise: why it fails, or nothing.
+  virtual void device_fence(Run&) {}  // atomic_thread_fence of device memory with the scope of the device, by a lane
+  // Asked at the end of a launch: why it fails, or nothing.
   virtual std::string verdict(Run&) { return {}; }
 };
 
@@ -108,6 +110,7 @@ class Instruments {
   void* access(void* pointer, const vmps_site& site, uint64_t size, const vmps_lane& lane);
   void announce(const vmps_lane& lane, vmps_operation operation, unsigned mem_flags);
   void at(const vmps_lane& lane, const vmps_site& site);
+  void device_fence();
 
   static Instruments* running();
   static void* tagged_argument(void* address, unsigned slot);

@@ -87,6 +87,7 @@ struct vmps_site {       // an access, or a call that waits, in the code of a ke
 enum vmps_operation : unsigned {
   VMPS_SIMD_FUNCTION,  // what a lane waits in unless it announces something else
   VMPS_SIMD_VOTE,      // asks which lanes are here, so it may well be called by some of them
+  VMPS_QUAD_FUNCTION,
   VMPS_SIMDGROUP_BARRIER,
   VMPS_THREADGROUP_BARRIER,
   VMPS_MATRIX_LOAD,
@@ -106,6 +107,7 @@ void* vmps_access_range(void* pointer, const vmps_site* site, unsigned long size
 // What the next vmps_wait_... of this lane is for, and with which mem_flags.
 void vmps_announce(unsigned operation, unsigned mem_flags);
 void vmps_at(const vmps_site* site);  // the lane comes to wait
+void vmps_device_fence();
 extern unsigned long vmps_scalar_flops;
 
 struct vmps_image {  // what a kernel's shared object exports, under the name vmps_kernel_image

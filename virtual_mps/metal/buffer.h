@@ -10,6 +10,7 @@
   void* context;
   MTLResourceOptions options;
   NSString* name;
+  unsigned char* written;  // see vmps_binding; null: all of it
 }
 @end
 
@@ -17,6 +18,9 @@ namespace vmps {
 
 // The address of a buffer that [setBuffer:] got; throws for an object that is none, such as a CPU tensor's data.
 VMPSBuffer* checked_buffer(id<MTLBuffer> buffer, const char* method);
+
+// The bytes were written, by something other than a kernel.
+void mark_written(VMPSBuffer* buffer, size_t offset, size_t length);
 
 inline void set_options(id<MTLBuffer> buffer, MTLResourceOptions options) { ((VMPSBuffer*)buffer)->options = options; }
 

@@ -1,6 +1,8 @@
 #import "buffer.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 
 #include "buffer_c.h"
 #include "errors.h"
@@ -9,7 +11,9 @@ static std::atomic<size_t> live_bytes{0};
 
 @implementation VMPSBuffer
 - (void*)contents {
-  return self.storageMode == MTLStorageModePrivate ? nullptr : memory;
+  if (self.storageMode == MTLStorageModePrivate) return nullptr;
+  vmps::mark_written(self, 0, bytes);  // what the caller does with them is not seen
+  return memory;
 }
 - (NSUInteger)length {
   return bytes;
@@ -50,6 +54,7 @@ static std::atomic<size_t> live_bytes{0};
 - (void)dealloc {
   live_bytes -= bytes;
   [name release];
+  std::free(written);
   if (release_memory) release_memory(context);
   [super dealloc];
 }
@@ -73,6 +78,25 @@ void* buffer_new(void* memory, size_t bytes, void (*release)(void*), void* conte
   buffer->release_memory = release;
   buffer->context = context;
   return buffer;
+}
+
+void mark_written(VMPSBuffer* buffer, size_t offset, size_t length) {
+  unsigned char* map = buffer->written;
+  if (!map || !length) return;
+  size_t at = offset;
+  const size_t end = offset + length;
+  for (; at < end && at % 8; at++) map[at / 8] |= static_cast<unsigned char>(1 << at % 8);
+  if (at < end) std::memset(map + at / 8, 0xff, (end - at) / 8);
+  for (at += (end - at) / 8 * 8; at < end; at++) map[at / 8] |= static_cast<unsigned char>(1 << at % 8);
+}
+
+void buffer_follow_writes(void* buffer) {
+  auto* followed = static_cast<VMPSBuffer*>(buffer);
+  followed->written = static_cast<unsigned char*>(std::calloc(1, followed->bytes / 8 + 1));
+}
+
+void buffer_mark_written(const void* buffer, size_t offset, size_t length) {
+  if (buffer) mark_written(static_cast<VMPSBuffer*>(const_cast<void*>(buffer)), offset, length);
 }
 
 void buffer_release(void* buffer) { [static_cast<VMPSBuffer*>(buffer) release]; }

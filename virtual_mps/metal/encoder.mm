@@ -1,6 +1,7 @@
 // Compute and blit encoders: checks, bindings, and the call of the executor.
 #import "encoder.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -45,7 +46,9 @@ struct Bindings {
     arguments.buffers[index] = {};
     if (!buffer) return;
     char* memory = static_cast<char*>(buffer->memory);
-    arguments.buffers[index] = {memory + offset, buffer->bytes - offset, memory, buffer->bytes, nullptr};
+    // A plain launch tells nobody what it writes.
+    if (buffer->written && !vmps::modes().check) vmps::mark_written(buffer, 0, buffer->bytes);
+    arguments.buffers[index] = {memory + offset, buffer->bytes - offset, memory, buffer->bytes, buffer->written};
   }
 
   void bind_bytes(NSUInteger index, const void* source, NSUInteger length) {
@@ -243,12 +246,22 @@ static void check_index(const char* method, NSUInteger index) {
   std::memset(arguments.threads, 0, sizeof arguments.threads);
   if (groups.width && groups.height && groups.depth) [self launch];
 }
-// Dispatches run one after the other, whatever the dispatch type: there is nothing for a barrier to wait for.
+// Dispatches run one after the other, whatever the dispatch type: there is nothing for a barrier to wait for. It is
+// checked mode that looks for races among those that no barrier separates.
+- (void)separateDispatches {
+  static std::atomic<uint32_t> groups{0};
+  if (type != MTLDispatchTypeConcurrent) return;
+  uint32_t& group = bindings->arguments.group;
+  while ((group = ++groups) == 0) {
+  }
+}
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope {
   [self open:"MTLComputeCommandEncoder memoryBarrierWithScope:"];
+  if (scope & MTLBarrierScopeBuffers) [self separateDispatches];
 }
 - (void)memoryBarrierWithResources:(const id<MTLResource>[])resources count:(NSUInteger)count {
   [self open:"MTLComputeCommandEncoder memoryBarrierWithResources:count:"];
+  [self separateDispatches];
 }
 - (void)useResource:(id<MTLResource>)resource usage:(MTLResourceUsage)usage {
   [self open:"MTLComputeCommandEncoder useResource:usage:"];
@@ -284,6 +297,7 @@ static VMPSBuffer* checked_range(id<MTLBuffer> buffer, NSUInteger start, NSUInte
   vmps::run_or_defer(target, [=] {
     std::memmove(static_cast<char*>(to->memory) + destination_offset,
                  static_cast<const char*>(from->memory) + source_offset, size);
+    vmps::mark_written(to, destination_offset, size);
     [from release];
     [to release];
   });
@@ -294,6 +308,7 @@ static VMPSBuffer* checked_range(id<MTLBuffer> buffer, NSUInteger start, NSUInte
   auto* to = [checked_range(buffer, range.location, range.length, method) retain];
   vmps::run_or_defer(target, [=] {
     std::memset(static_cast<char*>(to->memory) + range.location, value, range.length);
+    vmps::mark_written(to, range.location, range.length);
     [to release];
   });
 }
@@ -309,6 +324,7 @@ id new_compute_encoder(VMPSCommandBuffer* buffer, MTLDispatchType type) {
   encoder->target = [buffer retain];
   encoder->bindings = new Bindings;
   encoder->type = type;
+  [encoder separateDispatches];
   return encoder;
 }
 

@@ -11,7 +11,10 @@ enum memory_order {
   memory_order_seq_cst,
 };
 enum thread_scope { thread_scope_thread, thread_scope_simdgroup, thread_scope_threadgroup, thread_scope_device };
-VMPS_INLINE void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
+VMPS_INLINE void atomic_thread_fence(mem_flags flags, memory_order, thread_scope scope = thread_scope_device) {
+#ifdef VMPS_INSTRUMENTED
+  if ((flags & mem_flags::mem_device) != mem_flags::mem_none && scope == thread_scope_device) vmps_device_fence();
+#endif
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 

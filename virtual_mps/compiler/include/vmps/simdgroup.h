@@ -8,7 +8,8 @@
 
 namespace vmps {
 template <class Operand, class Serve>
-VMPS_INLINE void together(Operand& operand, Serve serve) {
+VMPS_INLINE void together(Operand& operand, Serve serve, int width = 32) {
+  if (width == 4) announce(VMPS_QUAD_FUNCTION);
   vmps_lane* lane = self();
   vmps_simdgroup* simdgroup = lane->simdgroup;
   simdgroup->operand[lane->in_simdgroup] = (void*)&operand;
@@ -39,11 +40,11 @@ __attribute__((noinline)) void serve_shuffle(exchange<T>** operand, unsigned lan
       operand[lane]->result = from >= 32 ? operand[from - 32]->fill : operand[from]->value;
   });
 }
-template <class T, class Source>
+template <int Width, class T, class Source>
 VMPS_INLINE T shuffle(T value, uint argument, Source, T fill = T()) {
   exchange<T> e;
   e.value = value, e.fill = fill, e.argument = argument;
-  together(e, serve_shuffle<T, Source>);
+  together(e, serve_shuffle<T, Source>, Width);
   return e.result;
 }
 
@@ -68,7 +69,7 @@ template <int Width, class T, class Operation>
 VMPS_INLINE T reduce(T value, Operation) {
   exchange<T> e;
   e.value = value;
-  together(e, serve_reduce<T, Operation, Width>);
+  together(e, serve_reduce<T, Operation, Width>, Width);
   return e.result;
 }
 
@@ -86,7 +87,7 @@ template <int Width, bool Inclusive, class T, class Operation>
 VMPS_INLINE T scan(T value, Operation) {
   exchange<T> e;
   e.value = value;
-  together(e, serve_scan<T, Operation, Width, Inclusive>);
+  together(e, serve_scan<T, Operation, Width, Inclusive>, Width);
   return e.result;
 }
 
@@ -149,37 +150,37 @@ VMPS_INLINE void simdgroup_barrier(mem_flags flags) {
 }
 
 // simd_* on groups of 32 and quad_* on groups of 4, alike.
-#define VMPS_SHUFFLE(name, source)                                                         \
-  template <class T>                                                                       \
-  VMPS_INLINE T name(T value, ushort argument) {                                           \
-    return vmps::shuffle(value, argument, [](int lane, uint n) -> int { return source; }); \
+#define VMPS_SHUFFLE(name, Width, source)                                                         \
+  template <class T>                                                                              \
+  VMPS_INLINE T name(T value, ushort argument) {                                                  \
+    return vmps::shuffle<Width>(value, argument, [](int lane, uint n) -> int { return source; }); \
   }
-#define VMPS_GROUP_FUNCTIONS(group, Width)                                                            \
-  VMPS_SHUFFLE(group##_shuffle, (lane & ~(Width - 1)) + int(n & (Width - 1)))                         \
-  VMPS_SHUFFLE(group##_broadcast, (lane & ~(Width - 1)) + int(n & (Width - 1)))                       \
-  VMPS_SHUFFLE(group##_shuffle_xor, lane ^ int(n & (Width - 1)))                                      \
-  VMPS_SHUFFLE(group##_shuffle_up, lane % Width >= int(n) ? lane - int(n) : -1)                       \
-  VMPS_SHUFFLE(group##_shuffle_down, lane % Width + int(n) < Width ? lane + int(n) : -1)              \
-  VMPS_SHUFFLE(group##_shuffle_rotate_up, (lane & ~(Width - 1)) + int((lane - n) & (Width - 1)))      \
-  VMPS_SHUFFLE(group##_shuffle_rotate_down, (lane & ~(Width - 1)) + int((lane + n) & (Width - 1)))    \
-  template <class T>                                                                                  \
-  VMPS_INLINE T group##_shuffle_and_fill_up(T value, T fill, ushort delta, ushort modulo = Width) {   \
-    return vmps::shuffle(value, uint(modulo) << 16 | delta, vmps::fill_up(), fill);                   \
-  }                                                                                                   \
-  template <class T>                                                                                  \
-  VMPS_INLINE T group##_shuffle_and_fill_down(T value, T fill, ushort delta, ushort modulo = Width) { \
-    return vmps::shuffle(value, uint(modulo) << 16 | delta, vmps::fill_down(), fill);                 \
-  }                                                                                                   \
-  VMPS_REDUCTION(group, Width, sum)                                                                   \
-  VMPS_REDUCTION(group, Width, product)                                                               \
-  VMPS_REDUCTION(group, Width, max)                                                                   \
-  VMPS_REDUCTION(group, Width, min)                                                                   \
-  VMPS_REDUCTION(group, Width, and)                                                                   \
-  VMPS_REDUCTION(group, Width, or)                                                                    \
-  VMPS_REDUCTION(group, Width, xor)                                                                   \
-  VMPS_SCAN(group, Width, inclusive, true, sum)                                                       \
-  VMPS_SCAN(group, Width, exclusive, false, sum)                                                      \
-  VMPS_SCAN(group, Width, inclusive, true, product)                                                   \
+#define VMPS_GROUP_FUNCTIONS(group, Width)                                                                \
+  VMPS_SHUFFLE(group##_shuffle, Width, (lane & ~(Width - 1)) + int(n & (Width - 1)))                      \
+  VMPS_SHUFFLE(group##_broadcast, Width, (lane & ~(Width - 1)) + int(n & (Width - 1)))                    \
+  VMPS_SHUFFLE(group##_shuffle_xor, Width, lane ^ int(n & (Width - 1)))                                   \
+  VMPS_SHUFFLE(group##_shuffle_up, Width, lane % Width >= int(n) ? lane - int(n) : -1)                    \
+  VMPS_SHUFFLE(group##_shuffle_down, Width, lane % Width + int(n) < Width ? lane + int(n) : -1)           \
+  VMPS_SHUFFLE(group##_shuffle_rotate_up, Width, (lane & ~(Width - 1)) + int((lane - n) & (Width - 1)))   \
+  VMPS_SHUFFLE(group##_shuffle_rotate_down, Width, (lane & ~(Width - 1)) + int((lane + n) & (Width - 1))) \
+  template <class T>                                                                                      \
+  VMPS_INLINE T group##_shuffle_and_fill_up(T value, T fill, ushort delta, ushort modulo = Width) {       \
+    return vmps::shuffle<Width>(value, uint(modulo) << 16 | delta, vmps::fill_up(), fill);                \
+  }                                                                                                       \
+  template <class T>                                                                                      \
+  VMPS_INLINE T group##_shuffle_and_fill_down(T value, T fill, ushort delta, ushort modulo = Width) {     \
+    return vmps::shuffle<Width>(value, uint(modulo) << 16 | delta, vmps::fill_down(), fill);              \
+  }                                                                                                       \
+  VMPS_REDUCTION(group, Width, sum)                                                                       \
+  VMPS_REDUCTION(group, Width, product)                                                                   \
+  VMPS_REDUCTION(group, Width, max)                                                                       \
+  VMPS_REDUCTION(group, Width, min)                                                                       \
+  VMPS_REDUCTION(group, Width, and)                                                                       \
+  VMPS_REDUCTION(group, Width, or)                                                                        \
+  VMPS_REDUCTION(group, Width, xor)                                                                       \
+  VMPS_SCAN(group, Width, inclusive, true, sum)                                                           \
+  VMPS_SCAN(group, Width, exclusive, false, sum)                                                          \
+  VMPS_SCAN(group, Width, inclusive, true, product)                                                       \
   VMPS_SCAN(group, Width, exclusive, false, product)
 #define VMPS_REDUCTION(group, Width, name)                \
   template <class T>                                      \

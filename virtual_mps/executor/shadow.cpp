@@ -1,0 +1,75 @@
+#include "shadow.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+
+namespace vmps {
+namespace {
+
+// Touched memory that a launch may leave behind for the next one.
+constexpr size_t kKept = size_t{256} << 20;
+
+}  // namespace
+
+Shadow::~Shadow() {
+  if (memory_) munmap(memory_, capacity_);
+}
+
+void Shadow::forget() {
+  ranges_.clear();
+  if (used_ > kKept) clear();
+  used_ = 0;
+}
+
+void Shadow::clear() {
+  if (memory_) madvise(memory_, capacity_, MADV_DONTNEED);
+}
+
+void Shadow::reserve(uint64_t begin, uint64_t end) {
+  if (begin == end) return;
+  for (Range& range : ranges_) {
+    if (begin >= range.end || end <= range.begin) continue;
+    if (range.span.cells && begin >= range.begin && end <= range.end) return;
+    begin = std::min(begin, range.begin);
+    end = std::max(end, range.end);
+    std::swap(range, ranges_.back());
+    ranges_.pop_back();
+    return reserve(begin, end);
+  }
+  ranges_.push_back({begin, end, {}});
+}
+
+void Shadow::place(unsigned shift) {
+  size_t needed = used_;
+  for (const Range& range : ranges_)
+    if (!range.span.cells) needed += sizeof(Cell) * (((range.end - 1) >> shift) - (range.begin >> shift) + 1);
+  if (needed > capacity_) {
+    if (memory_) munmap(memory_, capacity_);
+    capacity_ = std::max(needed, 2 * capacity_);
+    void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      memory_ = nullptr;
+      capacity_ = 0;
+      throw std::bad_alloc();
+    }
+    memory_ = static_cast<Cell*>(memory);
+    used_ = 0;
+    for (Range& range : ranges_) range.span = {};
+    return place(shift);
+  }
+  for (Range& range : ranges_) {
+    if (range.span.cells) continue;
+    range.span = {memory_ + used_ / sizeof(Cell), range.begin >> shift};
+    used_ += sizeof(Cell) * (((range.end - 1) >> shift) - (range.begin >> shift) + 1);
+  }
+}
+
+Shadow::Span Shadow::find(uint64_t begin) const {
+  for (const Range& range : ranges_)
+    if (begin >= range.begin && begin < range.end) return range.span;
+  return {};
+}
+
+}  // namespace vmps
