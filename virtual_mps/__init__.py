@@ -14,9 +14,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from .counters import count
+
 __version__ = "0.1.0"
 
-__all__ = ["EnvironmentProblem", "activate", "is_active", "mode", "modes"]
+__all__ = ["EnvironmentProblem", "activate", "count", "is_active", "mode", "modes"]
 
 _MODES = {
     "strict": "refuse ops that have no kernel in PyTorch's MPS backend, as a Mac does",

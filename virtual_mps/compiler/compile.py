@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cache, constants, instrument, kernels, runtime, toolchain
+from . import cache, constants, flops, instrument, kernels, runtime, toolchain
 from .preprocess import preprocess
 from .rewrite import rewrite
 from .source import Source
@@ -77,11 +77,17 @@ def compile_kernel(
 
 def _instrumented(code: str, flags: Sequence[str], assembly: Path) -> None:
     module = assembly.with_suffix(".ll")
-    _clang(code, [*flags, *instrument.FLAGS, "-emit-llvm", "-o", str(module)])
+    flags = [*flags, *instrument.FLAGS]
+    _clang(code, [*flags, "-Xclang", "-disable-llvm-passes", "-emit-llvm", "-o", str(module)])
+    module.write_text(flops.mark(module.read_text()))
+    _clang_ir(module, [*flags, "-emit-llvm", "-o", str(module)])
     module.write_text(instrument.instrument(module.read_text()))
     # Optimised already; what came in since is to be inlined.
-    command = [toolchain.clang(), *toolchain.machine_flags(), "-x", "ir", "-O1", "-fPIC", "-S", "-Wno-everything"]
-    result = toolchain.run([*command, str(module), "-o", str(assembly)])
+    _clang_ir(module, [*toolchain.machine_flags(), "-O1", "-fPIC", "-S", "-o", str(assembly)])
+
+
+def _clang_ir(module: Path, arguments: Sequence[str]) -> None:
+    result = toolchain.run([toolchain.clang(), "-x", "ir", "-Wno-everything", *arguments, str(module)])
     if result.returncode:
         raise CompileError(result.stderr.strip())
 
@@ -139,10 +145,11 @@ def _entry(kernel: kernels.Kernel) -> str:
         sources.append(f"{{{_if_present(p, f'vmps::source::{origin}', 'vmps::source::absent')}, {p.index}}}")
         if p.kind != "builtin":
             kind = {"buffer": "0", "threadgroup": "1"}[p.kind]
-            image.append(f'{{{_if_present(p, kind, "-1")}, {p.index}, "{p.name}"}}')
+            constant = int(p.address_space == "constant")
+            image.append(f'{{{_if_present(p, kind, "-1")}, {p.index}, "{p.name}", {constant}}}')
     # Both lists end with an entry that stands for nothing: C++ has no empty arrays.
     sources.append("{vmps::source::absent, 0}")
-    image.append("{-1, 0, nullptr}")
+    image.append("{-1, 0, nullptr, 0}")
     return (
         f"static constexpr vmps::parameter vmps_parameters[] = {{{', '.join(sources)}}};\n"
         f"static const vmps_image_parameter vmps_image_parameters[] = {{{', '.join(image)}}};\n"

@@ -13,6 +13,8 @@ matrix), and cannot send an access elsewhere.
 import re
 from collections.abc import Iterator
 
+from . import flops
+
 # Loads stay where the source has them (the optimiser may otherwise do one that a condition guards), and nothing else.
 FLAGS = [
     "-fsanitize=thread",
@@ -65,10 +67,6 @@ define internal ptr @vmps.untagged(ptr %p) alwaysinline nounwind {
 """
 
 _SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8, "x86_fp80": 16, "fp128": 16}
-_FLOPS = {"fadd": 1, "fsub": 1, "fmul": 1, "fdiv": 1, "frem": 1}
-_FUSED = ("llvm.fma.", "llvm.fmuladd.")
-_UNCOUNTED = ("llvm.fabs.", "llvm.copysign.", "llvm.is.", "llvm.vector.", "llvm.maxnum.", "llvm.minnum.")
-
 _DEFINITION = re.compile(r"\s+(%[\w.]+) = (\w+) ?(.*)")
 _DBG = re.compile(r"!dbg (!\d+)")
 _ALIGN = re.compile(r", align (\d+)")
@@ -77,9 +75,6 @@ _STORE = re.compile(r"(\s+store (?:atomic |volatile )*)(.*)")
 _UPDATE = re.compile(r"(\s+%[\w.]+ = (?:atomicrmw|cmpxchg) .*?ptr )(%[\w.]+)(, .*)")
 _MEMORY = re.compile(r"(.*call void @llvm\.(memcpy|memmove|memset)(?:\.inline)?\.[\w.]+\()(.*)(\).*)")
 _CALL = re.compile(r".*?call .*?(@[\w.$]+)\((.*)\)")
-_ARITHMETIC = re.compile(
-    r"\s+%[\w.]+ = (?:(f\w+)|(?:\w+ )?call) ((?:\w+ )*?)(<\d+ x \w+>|float|half|bfloat|double) (.*)"
-)
 _TERMINATORS = ("br ", "ret ", "switch ", "unreachable", "indirectbr ")
 
 
@@ -307,33 +302,20 @@ class _Locations:
 
 
 def _count_flops(lines: Iterator[str]) -> Iterator[str]:
-    """Adds each block's floating-point operations to a counter at its end: 2 for a fused multiply-add, 1 for any other
-    arithmetic and for a call of a mathematical function; comparisons and conversions count nothing."""
-    flops, block = 0, 0
+    """Adds up each block's marks (flops.py) at its end."""
+    sum_, block = 0, 0
     for line in lines:
+        if (marked := flops.marked(line)) is not None:
+            sum_ += marked
+            continue
         if line.startswith(tuple(f"  {word}" for word in _TERMINATORS)):
-            if flops:
+            if sum_:
                 a, b = f"%vmps.flops.{block}", f"%vmps.sum.{block}"
                 yield f"  {a} = load i64, ptr @vmps_scalar_flops"
-                yield f"  {b} = add i64 {a}, {flops}"
+                yield f"  {b} = add i64 {a}, {sum_}"
                 yield f"  store i64 {b}, ptr @vmps_scalar_flops"
-            flops, block = 0, block + 1
-        else:
-            flops += _flops(line)
+            sum_, block = 0, block + 1
         yield line
-
-
-def _flops(line: str) -> int:
-    match = _ARITHMETIC.match(line)
-    if match is None:
-        return 0
-    width = int(re.match(r"<(\d+)", match[3])[1]) if match[3].startswith("<") else 1
-    if match[1]:
-        return width * _FLOPS.get(match[1], 0)
-    name = match[4].lstrip("@")
-    if not match[4].startswith("@") or name.startswith(("vmps", *_UNCOUNTED)):
-        return 0
-    return width * (2 if name.startswith(_FUSED) else 1)
 
 
 def _alignment(line: str, natural: int) -> int:

@@ -40,7 +40,12 @@ class _Constant(ctypes.Structure):
 
 
 class _Parameter(ctypes.Structure):
-    _fields_ = (("kind", ctypes.c_int), ("index", ctypes.c_uint32), ("name", ctypes.c_char_p))
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("index", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+        ("constant", ctypes.c_int),
+    )
 
 
 class _Binding(ctypes.Structure):

@@ -235,9 +235,10 @@ vmps_kernel* vmps_kernel_create(const vmps_library* library,
     }
     kernel->object = load_object(*kernel, false);
     const vmps_image& image = *kernel->object.image;
-    for (unsigned i = 0; i < image.parameter_count; i++)
-      if (image.parameters[i].kind >= 0)
-        kernel->parameters.push_back({image.parameters[i].kind, image.parameters[i].index, image.parameters[i].name});
+    for (unsigned i = 0; i < image.parameter_count; i++) {
+      const vmps_image_parameter& p = image.parameters[i];
+      if (p.kind >= 0) kernel->parameters.push_back({p.kind, p.index, p.name, p.constant});
+    }
     return kernel.release();
   });
 }

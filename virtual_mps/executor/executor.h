@@ -89,6 +89,7 @@ typedef struct {
   int kind;
   uint32_t index;
   const char* name;
+  int constant;  // of a buffer: in `constant`, not in `device`
 } vmps_parameter;
 
 // The slots this kernel takes; a parameter whose function constant is false or not set is not among them.
@@ -132,6 +133,15 @@ VMPS_API void vmps_set_seed(uint64_t seed);
 // found while running, such as a barrier that not all threads of a threadgroup reach; the rest of the grid is then not
 // run.
 VMPS_API int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** error);
+
+// ---- counting -------------------------------------------------------------------------------------------------------
+
+// Between the two calls every launch of the process that ends well is counted, by each of those who count. The end
+// gives a JSON list of kernels, in the order of their first launches, which the caller releases with vmps_free. What
+// its numbers are is told in virtual_mps/counters.py.
+typedef struct vmps_count vmps_count;
+VMPS_API vmps_count* vmps_count_begin(void);
+VMPS_API char* vmps_count_end(vmps_count* count);
 
 #ifdef __cplusplus
 }

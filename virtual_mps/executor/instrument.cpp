@@ -23,6 +23,12 @@ char* tagged(void* address, unsigned tag) {
   return reinterpret_cast<char*>(reinterpret_cast<uint64_t>(address) | uint64_t{tag} << VMPS_TAG_SHIFT);
 }
 
+bool is_constant(const std::vector<vmps_parameter>& parameters, unsigned index) {
+  for (const vmps_parameter& p : parameters)
+    if (p.kind == VMPS_PARAMETER_BUFFER && p.index == index) return p.constant;
+  return false;
+}
+
 std::string parameter_name(const std::vector<vmps_parameter>& parameters, int kind, unsigned index) {
   for (const vmps_parameter& p : parameters)
     if (p.kind == kind && p.index == index) return p.name;
@@ -60,6 +66,7 @@ std::string run_observed(const std::string& kernel,
     Region& region = run.regions[VMPS_BUFFER_TAG + i];
     region = {Space::device, false,  i,      parameter_name(parameters, VMPS_PARAMETER_BUFFER, i), data, b.size,
               data,          b.size, nullptr};
+    region.is_constant = is_constant(parameters, i);
     if (b.allocation) {
       region.allocation = static_cast<char*>(b.allocation);
       region.allocation_size = b.allocation_size;
@@ -85,6 +92,7 @@ std::string run_observed(const std::string& kernel,
     const std::string verdict = observer->verdict(run);
     if (!verdict.empty()) failure += (failure.empty() ? "" : "; ") + verdict;
   }
+  run.failed = !failure.empty();
   for (Observer* observer : observers) observer->launch_ends(run);
   return failure;
 }

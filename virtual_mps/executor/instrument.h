@@ -30,7 +30,8 @@ struct Region {  // a buffer as it is bound, or a piece of threadgroup memory
   // The buffer that it is a part of; all of threadgroup memory.
   char* allocation;
   size_t allocation_size;
-  unsigned char* written;  // of the allocation: see vmps_binding
+  unsigned char* written;    // of the allocation: see vmps_binding
+  bool is_constant = false;  // a parameter in `constant`, not in `device`
 };
 
 struct Access {
@@ -64,6 +65,7 @@ struct Run {
   std::vector<Region> regions;                    // by tag; threadgroup memory only once a threadgroup runs
   const vmps_threadgroup* threadgroup = nullptr;  // the one that runs
   uint64_t scalar_flops = 0;                      // since the launch began; up to date when it ends
+  bool failed = false;                            // likewise
 };
 
 class Observer {

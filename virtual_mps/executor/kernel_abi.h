@@ -5,7 +5,7 @@
 extern "C" {
 
 enum vmps_limits : unsigned {
-  VMPS_ABI_VERSION = 2,
+  VMPS_ABI_VERSION = 3,
   VMPS_SLOTS = 31,
   VMPS_SIMD_LANES = 32,
   VMPS_MAX_LANES = 1024,
@@ -61,6 +61,7 @@ struct vmps_image_parameter {
   int kind;  // vmps_parameter.kind, or -1: none of the host's business
   unsigned index;
   const char* name;
+  int constant;  // of a buffer: in `constant`, not in `device`
 };
 
 // ---- instrumented kernels -------------------------------------------------------------------------------------------

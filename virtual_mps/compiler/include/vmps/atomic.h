@@ -29,33 +29,21 @@ typedef atomic<float> atomic_float;
 typedef atomic<ulong> atomic_ulong;
 }  // namespace metal
 
-namespace vmps {
-template <class T, class Operation>
-VMPS_INLINE T exchange_with(T* p, Operation operation) {
-  T old, next;
-  __atomic_load(p, &old, __ATOMIC_RELAXED);
-  do next = operation(old);
-  while (!__atomic_compare_exchange(p, &old, &next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-  return old;
-}
-}  // namespace vmps
-
 namespace metal {
 // `value` has a deduced type of its own: Metal converts it to the atomic's.
-#define VMPS_FETCH(space, name, expression)                                                          \
+#define VMPS_FETCH(space, name)                                                                      \
   template <class T, class U>                                                                        \
   VMPS_INLINE T atomic_fetch_##name##_explicit(volatile space atomic<T>* p, U value, memory_order) { \
-    T b = T(value);                                                                                  \
-    return vmps::exchange_with((T*)&p->value, [b](T a) { return T(expression); });                   \
+    return __atomic_fetch_##name((T*)&p->value, T(value), __ATOMIC_SEQ_CST);                         \
   }
 #define VMPS_ATOMICS(space)                                                                                        \
-  VMPS_FETCH(space, add, a + b)                                                                                    \
-  VMPS_FETCH(space, sub, a - b)                                                                                    \
-  VMPS_FETCH(space, min, b < a ? b : a)                                                                            \
-  VMPS_FETCH(space, max, a < b ? b : a)                                                                            \
-  VMPS_FETCH(space, and, a& b)                                                                                     \
-  VMPS_FETCH(space, or, a | b)                                                                                     \
-  VMPS_FETCH(space, xor, a ^ b)                                                                                    \
+  VMPS_FETCH(space, add)                                                                                           \
+  VMPS_FETCH(space, sub)                                                                                           \
+  VMPS_FETCH(space, min)                                                                                           \
+  VMPS_FETCH(space, max)                                                                                           \
+  VMPS_FETCH(space, and)                                                                                           \
+  VMPS_FETCH(space, or)                                                                                            \
+  VMPS_FETCH(space, xor)                                                                                           \
   template <class U>                                                                                               \
   VMPS_INLINE void atomic_min_explicit(volatile space atomic<ulong>* p, U value, memory_order order) {             \
     atomic_fetch_min_explicit(p, value, order);                                                                    \
