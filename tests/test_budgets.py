@@ -1,7 +1,7 @@
 """What each operator's Metal kernels may do: dispatches and memory traffic, counted exactly by virtual_mps.
 
-They hold on a GPU as well: how many dispatches an operator encodes, and which bytes its threads read and write, does not
-depend on the device. An operator is a row of ROWS.
+They hold on a GPU as well: how many dispatches an operator encodes, and which bytes its threads read and write, does
+not depend on the device. An operator is a row of ROWS.
 """
 
 from __future__ import annotations
