@@ -193,6 +193,30 @@ def from_python(repeats: int) -> None:
     show("trivial kernel from Python", best(many, repeats) / calls * 1e6, "us", 5)
 
 
+def counting(rounds: int) -> None:
+    """RMSNorm of the extension, forward and backward, 512 x 2048, inside of count() and outside, by turns."""
+    import torch
+
+    import virtual_mps
+    from torch_metalk import ops
+
+    for dtype in (torch.float16, torch.float32):
+        x, weight, dy = torch.randn(512, 2048), torch.randn(2048), torch.randn(512, 2048)
+        x, weight, dy = (t.to("mps", dtype).requires_grad_() for t in (x, weight, dy))
+
+        def step(x=x, weight=weight, dy=dy) -> None:
+            torch.autograd.grad(ops.rms_norm(x, weight), (x, weight), dy)
+
+        def counted(step=step) -> None:
+            with virtual_mps.count():
+                step()
+
+        step(), counted()  # compiles
+        ratios = sorted(best(counted, 1) / best(step, 1) for _ in range(rounds))
+        what = f"counted RMSNorm forward and backward, {dtype}"
+        show(what, statistics.median(ratios), "times", 20)
+
+
 def training_step(rounds: int) -> None:
     """LoRA on all linear layers of SmolLM2-135M, stock operators, 128 tokens; weights do not matter and are random."""
     import torch
@@ -253,6 +277,7 @@ def main() -> None:
         for benchmark in (gemm, rms_norm, convergence, elementwise):
             benchmark(Library, options.repeats)
         from_python(options.repeats)
+        counting(options.repeats)
     training_step(options.rounds)
 
 
