@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from virtual_mps.executor import Library, MetalError
+from virtual_mps.executor import Library, MetalError, checked
 
 HEADER = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n"
 
@@ -420,6 +420,7 @@ def test_blocks_nest(count):
     with count() as none:
         pass
     assert none.kernels == {} and none.total.dispatches == 0 and none.total.threadgroup_memory == 0
+    assert str(none).startswith("                       total\ndispatches                 0\n")
 
 
 def test_exceptions_end_a_block(count):
@@ -440,6 +441,33 @@ def test_a_dispatch_that_fails_is_not_counted(count):
         other(floats(8), floats(8), threads=(8,))
     assert list(c.kernels) == ["other"]
     assert c["other"].scalar_flops == 8
+
+
+def test_kernels_are_as_ever_outside_of_blocks(count):
+    """Instrumented kernels do not write behind a buffer; it is how they are told from plain ones here."""
+    both = np.zeros(16, np.float32)
+    run = kernel("y[i + 8] = x[i]; y[i] = x[i];")
+    with count() as c:
+        run(floats(8), both[:8], threads=(8,))
+    assert both[:8].all() and not both[8:].any()
+    assert (c["k"].device_written, c["k"].device_read) == (4 * 8, 4 * 8)
+    run(floats(8), both[:8], threads=(8,))
+    assert both.all()
+
+
+def test_checked_mode_may_be_on_as_well(count):
+    run = kernel(
+        "threadgroup float tile[32]; tile[t] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup);"
+        "y[i] = tile[31 - t] + 1.0f;"
+    )
+    wrong = kernel("y[i + 1] = x[i];", name="wrong")
+    with count() as plain:
+        run(floats(64), floats(64), threads=(64,), threads_per_threadgroup=(32,))
+    with count() as c, checked(seed=7):
+        run(floats(64), floats(64), threads=(64,), threads_per_threadgroup=(32,))
+        with pytest.raises(MetalError, match="out-of-bounds write"):
+            wrong(floats(64), floats(64), threads=(64,))
+    assert c.to_dict() == plain.to_dict()
 
 
 def test_all_threads_of_the_process_are_counted(count):
