@@ -134,7 +134,7 @@ def test_vectors(count, kind, width):
 
 def test_buffers_that_overlap(count):
     """Halves of one array, read in place: each slot has its own, the kernel has what lies in both once."""
-    n = 32
+    n = 37
     run = kernel(
         "y[i] = x[2 * n * (i / n) + i % n] + z[2 * n * (i / n) + i % n] + x[0];",
         "device const float* z [[buffer(2)]], constant uint& n [[buffer(3)]],",
@@ -297,6 +297,12 @@ def test_expressions():
 def test_loops_count_each_time_round():
     body = "float s = 0; for (uint n = 0; n <= i; n++) s += x[n] * x[n]; y[i] = s;"
     assert flops_of(body, threads=10) == 2 * sum(range(1, 11))
+
+
+def test_branches_count_what_is_taken():
+    """x is above 1 in half of the threads."""
+    body = "float v; if (x[i] > 1.0f) { v = x[i] * 2.0f; } else { v = x[i] * 3.0f + 1.0f; } y[i] = v;"
+    assert flops_of(body, threads=64) == 32 * 1 + 32 * 2
 
 
 def test_what_an_optimiser_would_share_or_drop_counts():
