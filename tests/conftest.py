@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,6 +41,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def checked_device() -> Iterator[torch.device]:
+    """The mps device in checked mode: kernels that access memory they must not, race or diverge raise an error. Lanes
+    and threadgroups run in a random order, always the same."""
+    if not WITH_DEVICE:
+        pytest.skip("checked mode belongs to the stand-in for Apple's frameworks")
+    with virtual_mps.mode(check=True, seed=1):
+        yield torch.device("mps")
 
 
 @pytest.fixture(autouse=True)

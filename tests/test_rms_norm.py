@@ -100,6 +100,11 @@ def test_long_rows(shape, dtype, device):
         assert_accurate(*triple, what)
 
 
+@pytest.mark.parametrize("shape", [(37, 203), (3, 4096), (17, 4100), (2, 4203)], ids=str)
+def test_long_rows_in_checked_mode(shape, checked_device):
+    test_long_rows(shape, torch.float32, checked_device)
+
+
 def test_zero_row_and_zero_eps(device):
     x = torch.zeros(2, 8, device=device)
     assert torch.equal(ops.rms_norm(x, eps=1e-6), x)

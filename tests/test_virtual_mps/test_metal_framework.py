@@ -16,6 +16,8 @@ RIGHT = {
     "absent_by_function_constant": [3, 6],
     "blit": [2, 3, 0, 0],
     "several_encoders_in_turn": [8, 8, 8, 8],
+    "serial_dispatches": [4, 8, 12, 16],
+    "concurrent_dispatches": [4, 8, 12, 16],
     "times_status_and_handlers": [0, 4, 1, 1, 1],
     "events": [7],
     "pipeline_limits": [1024, 32, 0, 64, 128],

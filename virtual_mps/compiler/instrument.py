@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 
 from . import flops
+from .index_arithmetic import IndexArithmetic
 
 # Loads stay where the source has them (the optimiser may otherwise do one that a condition guards), and nothing else.
 FLAGS = [
@@ -23,6 +24,7 @@ FLAGS = [
         for what in ("memory-accesses", "func-entry-exit", "atomics", "memintrinsics")
         for flag in ("-mllvm", f"-tsan-instrument-{what}=0")
     ),
+    "-fwrapv",  # signed overflow wraps, as on the GPU, so that it is there to be found
     "-fno-vectorize",  # loops over elements: each would have a copy with other accesses
     "-DVMPS_INSTRUMENTED",
 ]
@@ -57,6 +59,15 @@ tagged:
   ret ptr %r
 plain:
   ret ptr %p
+}
+declare void @vmps_index_wrapped(ptr)
+define internal void @vmps.index(i1 %wrapped, ptr %site) alwaysinline nounwind {
+  br i1 %wrapped, label %yes, label %no
+yes:
+  call void @vmps_index_wrapped(ptr %site)
+  ret void
+no:
+  ret void
 }
 define internal ptr @vmps.untagged(ptr %p) alwaysinline nounwind {
   %a = ptrtoint ptr %p to i64
@@ -122,7 +133,7 @@ class _Module:
         """The largest power of two such that each access covers whole pieces of memory of that many bytes."""
         cell = MOST_CELL
         for _, size, align, kind in self._sites:
-            while kind and (size % cell or align % cell) and cell > 1:
+            while kind and (not size or size % cell or align % cell) and cell > 1:
                 cell //= 2
         return cell
 
@@ -186,10 +197,15 @@ class _Function:
         self._module = module
         self._body = body
         self._definitions = {m[1]: (m[2], m[3]) for line in body if (m := _DEFINITION.match(line))}
+        self._indices = IndexArithmetic(self._definitions, module.fresh)
 
     def lines(self) -> Iterator[str]:
-        for line in self._body:
-            yield from self._instruction(line)
+        lines = [new for line in self._body for new in self._instruction(line)]
+        yield from self._indices.at_entry
+        for line in lines:
+            yield line
+            if (match := _DEFINITION.match(line)) and match[1] in self._indices.behind:
+                yield from self._indices.behind[match[1]]
 
     def _instruction(self, line: str) -> Iterator[str]:
         if match := _LOAD.match(line):
@@ -225,9 +241,15 @@ class _Function:
         """Gives the operand that replaces the address; yields the line that computes it."""
         if self._is_private(operand):
             return operand
+        yield from self._index(operand)
         address = self._module.fresh()
         yield f"  {address} = call ptr @vmps.access(ptr {operand}, {self._module.site(line, size, align, kind)})"
         return address
+
+    def _index(self, operand: str) -> Iterator[str]:
+        if flag := self._indices.flag(operand):
+            name, culprit = flag
+            yield f"  call void @vmps.index(i1 {name}, {self._module.site(self._definitions[culprit][1])})"
 
     def _is_private(self, operand: str) -> bool:
         """Is this an address in a variable on the lane's own stack?"""
@@ -251,6 +273,7 @@ class _Function:
                 continue
             align = re.search(r"align (\d+)", arguments[i])
             site = self._module.site(line, size, int(align[1]) if align else 1, kind)
+            yield from self._index(operand)
             address = self._module.fresh()
             yield f"  {address} = call ptr @vmps.access_range(ptr {operand}, {site}, {length})"
             arguments[i] = arguments[i][: -len(operand)] + address

@@ -51,13 +51,15 @@ std::string threadgroup_of(const Run& run, uint32_t index) {
   return "threadgroup " + triple(at);
 }
 
-// Calls body(bits, mask) for the bits of the bytes [begin, end), a byte of the map at a time.
+// Calls body(bits, mask) for the bits of the bytes [begin, end) of a map, some at a time.
 template <class Body>
 void for_bits(unsigned char* map, uint64_t begin, uint64_t end, Body body) {
-  for (uint64_t at = begin; at < end;) {
-    const uint64_t next = std::min(end, (at | 7) + 1);
-    body(map[at >> 3], static_cast<unsigned char>(((1u << (next - at)) - 1) << (at & 7)));
-    at = next;
+  constexpr uint64_t kAtOnce = 24;
+  for (uint64_t at = begin; at < end; at += kAtOnce) {
+    const uint64_t count = std::min(end - at, kAtOnce);
+    uint32_t bits;
+    std::memcpy(&bits, map + at / 8, sizeof bits);  // a map has room for this behind its end
+    body(bits, static_cast<uint32_t>((1u << count) - 1) << at % 8, map + at / 8);
   }
 }
 
@@ -75,7 +77,6 @@ void Check::launch_begins(Run& run) {
   group_ = run.group;
   if (next_number_ + total >= UINT32_MAX) {
     device_shadow_.clear();
-    std::fill(threadgroup_cells_.begin(), threadgroup_cells_.end(), Cell{});
     next_number_ = 1;
   }
   first_ = next_number_;
@@ -100,16 +101,23 @@ void Check::launch_begins(Run& run) {
 
 void Check::threadgroup_begins(Run& run) {
   const unsigned *n = run.launch.grid.threadgroups, *at = run.threadgroup->position;
-  current_ = first_ + at[0] + n[0] * (at[1] + n[1] * at[2]);
+  device_.current = first_ + at[0] + n[0] * (at[1] + n[1] * at[2]);
   device_.clock = threadgroup_.clock = {};
-  threadgroup_.oldest = current_;
   const Region* region = &run.regions.back();
   while (region->space == Space::device) region--;
   if (threadgroup_cells_.empty()) threadgroup_cells_.resize(region->allocation_size);
+  // Numbered as they run, for they have this memory one after another.
+  if (++threadgroup_.current == 0) {
+    std::fill(threadgroup_cells_.begin(), threadgroup_cells_.end(), Cell{});
+    threadgroup_.current = 1;
+  }
+  threadgroup_.oldest = threadgroup_.current;
   const auto begin = reinterpret_cast<uint64_t>(region->allocation);
   for (size_t tag = VMPS_ARGUMENT_TAG; tag < spans_.size(); tag++)
     spans_[tag] = {threadgroup_cells_.data(), begin >> shift_};
 }
+
+void Check::threadgroup_ends(Run& run) { settle(run); }
 
 void Check::threadgroup_barrier(Run& run, unsigned mem_flags) {
   if (mem_flags & kMemDevice) device_.clock.pass_threadgroup_barrier(run.threadgroup->simdgroup_count);
@@ -146,12 +154,15 @@ void Check::simdgroup_operation(Run& run, const SimdgroupOperation& operation) {
 }
 
 void Check::device_fence(Run&) {
-  if (fenced_.size() <= current_ - first_) fenced_.resize(current_ - first_ + 1);
-  fenced_[current_ - first_] = true;
+  const uint32_t index = device_.current - first_;
+  if (fenced_.size() <= index) fenced_.resize(index + 1);
+  fenced_[index] = true;
 }
 
 void Check::access(Run& run, const Access& access) {
+  settle(run);
   if (!access.inside) return report(run, access, "out-of-bounds");
+  if (access.wrapped) report(run, access, "overflowed");
   if (access.size == 0) return;
   if (reinterpret_cast<uintptr_t>(access.address()) & (access.site.alignment - 1u)) report(run, access, "misaligned");
   check_cells(run, access);
@@ -159,13 +170,12 @@ void Check::access(Run& run, const Access& access) {
 }
 
 inline bool Check::is_ordered(const Record& earlier, const Now& now) const {
-  if (earlier.threadgroup < now.memory.oldest) return true;
-  if (earlier.threadgroup != current_ || earlier.spread == Record::several_threadgroups) {
+  if (earlier.threadgroup != now.memory.current || earlier.spread == Record::several_threadgroups) {
     // Fences and atomic operations can order threadgroups. Which of them did is not followed.
     const auto fenced = [&](uint32_t number) {
       return number >= first_ && number - first_ < fenced_.size() && fenced_[number - first_];
     };
-    return !fenced_.empty() && fenced(static_cast<uint32_t>(earlier.threadgroup)) && fenced(current_);
+    return !fenced_.empty() && fenced(static_cast<uint32_t>(earlier.threadgroup)) && fenced(device_.current);
   }
   if (earlier.lane == now.record.lane && earlier.spread == Record::one_lane) return true;
   const unsigned simdgroup = earlier.lane / VMPS_SIMD_LANES;
@@ -181,7 +191,7 @@ inline Record Check::joined(const Record& earlier, const Now& now) const {
   if (earlier.threadgroup < now.memory.oldest) return both;
   unsigned spread = Record::one_lane;
   const unsigned simdgroup = earlier.lane / VMPS_SIMD_LANES;
-  if (earlier.threadgroup != current_ || earlier.spread == Record::several_threadgroups) {
+  if (earlier.threadgroup != now.memory.current || earlier.spread == Record::several_threadgroups) {
     spread = Record::several_threadgroups;
   } else if (earlier.epoch < now.memory.clock.threadgroup[simdgroup]) {
     return both;
@@ -201,17 +211,29 @@ void Check::check_cells(Run& run, const Access& access) {
   const bool in_threadgroup = access.region.space == Space::threadgroup;
   const Memory& memory = in_threadgroup ? threadgroup_ : device_;
   const unsigned lane = access.lane.in_threadgroup, simdgroup = lane / VMPS_SIMD_LANES;
-  const Now now{{current_, memory.clock.simdgroup[simdgroup], lane, Record::one_lane, access.is_atomic(), &access.site},
-                memory,
-                simdgroup};
+  const Now now{
+      {memory.current, memory.clock.simdgroup[simdgroup], lane, Record::one_lane, access.is_atomic(), &access.site},
+      memory,
+      simdgroup};
   const Shadow::Span& span = spans_[static_cast<size_t>(&access.region - run.regions.data())];
   const auto address = reinterpret_cast<uint64_t>(access.address());
   Cell* const end = span.at((address + access.size - 1) >> shift_) + 1;
   for (Cell* cell = span.at(address >> shift_); cell != end; cell++) {
-    if (is_raced(cell->write, now)) report_race(run, access, "write", cell->write);
+    // The first access of its launch, as most are.
+    if (cell->write.threadgroup < memory.oldest && cell->read.threadgroup < memory.oldest && !in_threadgroup) {
+      if (access.reads()) cell->read = now.record;
+      if (access.writes()) cell->write = now.record;
+      continue;
+    }
+    if (is_raced(cell->write, now)) {
+      if (access.reads())
+        report_race(run, access, "write", cell->write);
+      else
+        collide(run, access, cell->write);
+    }
     if (access.writes() && is_raced(cell->read, now)) report_race(run, access, "read", cell->read);
     if (access.reads()) {
-      if (in_threadgroup && cell->write.threadgroup != current_) report(run, access, "uninitialised");
+      if (in_threadgroup && cell->write.threadgroup != memory.current) report(run, access, "uninitialised");
       cell->read = joined(cell->read, now);
     }
     if (access.writes())
@@ -219,17 +241,34 @@ void Check::check_cells(Run& run, const Access& access) {
   }
 }
 
+void Check::collide(Run& run, const Access& access, const Record& earlier) {
+  if (collision_) return;  // another cell of this access
+  if (access.size > sizeof Collision::before) return report_race(run, access, "write", earlier);
+  collision_.emplace(Collision{access, earlier, {}});
+  std::memcpy(collision_->before, access.address(), access.size);
+}
+
+void Check::settle(Run& run) {
+  if (!collision_) return;
+  const Access& access = collision_->access;
+  if (std::memcmp(collision_->before, access.address(), access.size) != 0)
+    report_race(run, access, "write", collision_->earlier);
+  collision_.reset();
+}
+
 void Check::check_written(Run& run, const Access& access) {
   const uint64_t begin = static_cast<uint64_t>(access.address() - access.region.allocation);
   if (access.reads()) {
     bool all = true;
     for_bits(access.region.written, begin, begin + access.size,
-             [&](unsigned char bits, unsigned char mask) { all &= (bits & mask) == mask; });
+             [&](uint32_t bits, uint32_t mask, void*) { all &= (bits & mask) == mask; });
     if (!all) report(run, access, "uninitialised");
   }
   if (access.writes())
-    for_bits(access.region.written, begin, begin + access.size,
-             [](unsigned char& bits, unsigned char mask) { bits |= mask; });
+    for_bits(access.region.written, begin, begin + access.size, [](uint32_t bits, uint32_t mask, void* to) {
+      bits |= mask;
+      std::memcpy(to, &bits, sizeof bits);
+    });
 }
 
 std::string Check::verdict(Run&) { return reports_.empty() ? "" : "checked mode found" + reports_.text(); }
@@ -242,6 +281,8 @@ void Check::report(Run& run, const Access& access, const char* what, const std::
                      size_of(access.region);
   if (access.inside && access.site.alignment > 1 && *what == 'm')
     text += "; it needs an address that is a multiple of " + std::to_string(access.site.alignment);
+  if (access.wrapped)
+    text += ", whose index wraps round in the 32 bits of the arithmetic at " + place(access.wrapped->location);
   reports_.add(text + more + "; thread " + triple(access.lane.position) + " of threadgroup " +
                triple(run.threadgroup->position));
 }
@@ -249,7 +290,7 @@ void Check::report(Run& run, const Access& access, const char* what, const std::
 void Check::report_race(Run& run, const Access& access, const char* before, const Record& earlier) {
   std::string who;
   const uint32_t number = static_cast<uint32_t>(earlier.threadgroup);
-  if (number == current_)
+  if (access.region.space == Space::threadgroup || number == device_.current)
     who = thread_of(run, earlier.lane) + " of the same threadgroup";
   else if (number >= first_)
     who = "a thread of " + threadgroup_of(run, number - first_);

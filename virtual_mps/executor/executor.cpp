@@ -43,11 +43,12 @@ struct vmps_kernel {
   fs::path library;
   std::string key;  // of its constants
   std::vector<std::string> constants;
-  LoadedObject object;
   std::vector<vmps_parameter> parameters;
-  // Made when it is first launched under observation.
-  mutable std::mutex instrumented_mutex;
-  mutable LoadedObject instrumented;
+  uint32_t max_threads, static_memory;
+  bool waits;
+  // Made when it is needed: launches are observed always or never, as a rule.
+  mutable std::mutex objects_mutex;
+  mutable LoadedObject plain, instrumented;
 };
 
 namespace {
@@ -93,7 +94,7 @@ void check_geometry(const vmps_kernel& kernel, const vmps_launch_args& args) {
       "(" + std::to_string(t[0]) + ", " + std::to_string(t[1]) + ", " + std::to_string(t[2]) + ")";
   if (!t[0] || !t[1] || !t[2]) throw Error(subject + "threads per threadgroup " + shape + " must not be 0");
   const uint64_t threads = uint64_t{t[0]} * t[1] * t[2];
-  const uint32_t most = kernel.object.image->max_threads;
+  const uint32_t most = kernel.max_threads;
   if (t[0] > most || t[1] > most || threads > most)
     throw Error(subject + "threads per threadgroup " + shape + ": at most " + std::to_string(most) + " in all");
 }
@@ -102,7 +103,7 @@ void check_memory(const vmps_kernel& kernel, const vmps_launch_args& args) {
   const std::string subject = "kernel '" + kernel.name + "': ";
   uint64_t set = 0;
   for (uint32_t bytes : args.threadgroup_memory) set += bytes;
-  const uint32_t declared = kernel.object.static_memory;
+  const uint32_t declared = kernel.static_memory;
   if (declared + set > VMPS_MAX_THREADGROUP_MEMORY)
     throw Error(subject + "threadgroup memory of " + std::to_string(declared) + " bytes declared and " +
                 std::to_string(set) + " set by the host: at most " + std::to_string(VMPS_MAX_THREADGROUP_MEMORY) +
@@ -156,17 +157,18 @@ LoadedObject load_object(const vmps_kernel& kernel, bool instrumented) {
   return object;
 }
 
-const LoadedObject& instrumented(const vmps_kernel& kernel) {
-  std::lock_guard<std::mutex> lock(kernel.instrumented_mutex);
-  if (!kernel.instrumented.handle) kernel.instrumented = load_object(kernel, true);
-  return kernel.instrumented;
+const LoadedObject& object_of(const vmps_kernel& kernel, bool instrumented) {
+  std::lock_guard<std::mutex> lock(kernel.objects_mutex);
+  LoadedObject& object = instrumented ? kernel.instrumented : kernel.plain;
+  if (!object.handle) object = load_object(kernel, instrumented);
+  return object;
 }
 
 std::atomic<uint64_t> seed{0};
 
 std::string run(const vmps_kernel& kernel, const vmps_launch_args& args) {
   const bool observed = vmps::observed();
-  const LoadedObject& object = observed ? instrumented(kernel) : kernel.object;
+  const LoadedObject& object = object_of(kernel, observed);
   vmps::Launch launch = make_launch(kernel, object, args);
   const uint64_t chosen = seed;
   vmps::Order order(chosen);
@@ -233,8 +235,11 @@ vmps_kernel* vmps_kernel_create(const vmps_library* library,
                                   hexadecimal(c.value, c.size));
       kernel->key += kernel->constants.back() + '\0';
     }
-    kernel->object = load_object(*kernel, false);
-    const vmps_image& image = *kernel->object.image;
+    const LoadedObject& object = object_of(*kernel, vmps::observed());
+    const vmps_image& image = *object.image;
+    kernel->max_threads = image.max_threads;
+    kernel->static_memory = object.static_memory;
+    kernel->waits = *image.waits;
     for (unsigned i = 0; i < image.parameter_count; i++) {
       const vmps_image_parameter& p = image.parameters[i];
       if (p.kind >= 0) kernel->parameters.push_back({p.kind, p.index, p.name, p.constant});
@@ -245,8 +250,8 @@ vmps_kernel* vmps_kernel_create(const vmps_library* library,
 
 void vmps_kernel_destroy(vmps_kernel* kernel) {
   if (!kernel) return;
-  dlclose(kernel->object.handle);
-  if (kernel->instrumented.handle) dlclose(kernel->instrumented.handle);
+  for (const LoadedObject* object : {&kernel->plain, &kernel->instrumented})
+    if (object->handle) dlclose(object->handle);
   delete kernel;
 }
 
@@ -255,9 +260,9 @@ size_t vmps_kernel_parameters(const vmps_kernel* kernel, const vmps_parameter** 
   return kernel->parameters.size();
 }
 const char* vmps_kernel_name(const vmps_kernel* kernel) { return kernel->name.c_str(); }
-uint32_t vmps_kernel_max_threads(const vmps_kernel* kernel) { return kernel->object.image->max_threads; }
-uint32_t vmps_kernel_static_threadgroup_memory(const vmps_kernel* kernel) { return kernel->object.static_memory; }
-int vmps_kernel_waits(const vmps_kernel* kernel) { return static_cast<int>(*kernel->object.image->waits); }
+uint32_t vmps_kernel_max_threads(const vmps_kernel* kernel) { return kernel->max_threads; }
+uint32_t vmps_kernel_static_threadgroup_memory(const vmps_kernel* kernel) { return kernel->static_memory; }
+int vmps_kernel_waits(const vmps_kernel* kernel) { return kernel->waits; }
 
 void vmps_set_check(int on) {
   static std::mutex mutex;

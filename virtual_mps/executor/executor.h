@@ -105,7 +105,8 @@ typedef struct {
   void* data;   // NULL: nothing bound
   size_t size;  // bytes from data to the end of the buffer; checked only while the launch is observed
   // The buffer that `data` lies in, and one bit for each of its bytes (the lowest bit first) that says whether it was
-  // written since it was allocated. May be NULL: `data` is a buffer of its own; everything was written.
+  // written since it was allocated, and room for 32 more. May be NULL: `data` is a buffer of its own; everything was
+  // written.
   void* allocation;
   size_t allocation_size;
   unsigned char* written;

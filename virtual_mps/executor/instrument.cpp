@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "pool.h"
 #include "worker.h"
@@ -177,7 +178,7 @@ void* Instruments::access(void* pointer, const vmps_site& site, uint64_t size, c
   const int64_t offset = static_cast<int64_t>((word - reinterpret_cast<uint64_t>(region.begin)) << 16) >> 16;
   const bool inside =
       region.begin && offset >= 0 && uint64_t(offset) <= region.size && size <= region.size - uint64_t(offset);
-  const Access access{site, region, offset, size, inside, lane};
+  const Access access{site, region, offset, size, inside, lane, std::exchange(wrapped_, nullptr)};
   for (Observer* observer : observers_) observer->access(run_, access);
   if (inside) return address;
   if (harmless_.size() < size + 2 * VMPS_SIMD_LANES) harmless_.resize(size + 2 * VMPS_SIMD_LANES);
@@ -200,6 +201,8 @@ VMPS_API void* vmps_access_range(void* pointer, const vmps_site* site, unsigned 
   vmps::Instruments* instruments = vmps::Instruments::running();
   return instruments->access(pointer, *site, size, vmps::Worker::current_lane(__builtin_frame_address(0)));
 }
+
+VMPS_API void vmps_index_wrapped(const vmps_site* site) { vmps::Instruments::running()->index_wrapped(*site); }
 
 VMPS_API void vmps_announce(unsigned operation, unsigned mem_flags) {
   vmps::Instruments::running()->announce(vmps::Worker::current_lane(__builtin_frame_address(0)),

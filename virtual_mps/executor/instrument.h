@@ -41,6 +41,7 @@ struct Access {
   uint64_t size;
   bool inside;
   const vmps_lane& lane;
+  const vmps_site* wrapped;  // where the index may have wrapped round in 32 bits, if it did; else null
 
   bool reads() const { return site.kind & VMPS_READ; }
   bool writes() const { return site.kind & VMPS_WRITE; }
@@ -113,6 +114,7 @@ class Instruments {
   void announce(const vmps_lane& lane, vmps_operation operation, unsigned mem_flags);
   void at(const vmps_lane& lane, const vmps_site& site);
   void device_fence();
+  void index_wrapped(const vmps_site& site) { wrapped_ = &site; }
 
   static Instruments* running();
   static void* tagged_argument(void* address, unsigned slot);
@@ -127,6 +129,7 @@ class Instruments {
   Run& run_;
   const std::vector<Observer*>& observers_;
   char* memory_ = nullptr;
+  const vmps_site* wrapped_ = nullptr;  // of the access to come
   std::vector<Waiting> waiting_;
   std::vector<char> harmless_;  // where accesses out of bounds go
 };

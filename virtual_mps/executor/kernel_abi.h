@@ -105,6 +105,8 @@ struct __attribute__((aligned(32))) vmps_variable {  // in threadgroup memory
 // Gives the address to use for `pointer`: its own without the tag, or, if that is out of bounds, one that does no harm.
 void* vmps_access(void* pointer, const vmps_site* site);
 void* vmps_access_range(void* pointer, const vmps_site* site, unsigned long size);
+// The index of the next access wrapped round in the 32 bits it was computed in, at `site` or on the way from there.
+void vmps_index_wrapped(const vmps_site* site);
 // What the next vmps_wait_... of this lane is for, and with which mem_flags.
 void vmps_announce(unsigned operation, unsigned mem_flags);
 void vmps_at(const vmps_site* site);  // the lane comes to wait

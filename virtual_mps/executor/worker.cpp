@@ -227,12 +227,20 @@ bool Worker::release_barrier() {
   if (finished_) {
     failure_ = "threadgroup_barrier: " + std::to_string(finished_) + " of " + std::to_string(lane_count) +
                " threads returned without reaching the barrier that the others wait at";
+    if (launch_->instruments) {
+      unsigned i = 0;
+      while (!(lanes_[i].simdgroup->alive >> lanes_[i].in_simdgroup & 1)) i++;
+      failure_ += std::string(", at ") + launch_->instruments->where(lanes_[i]);
+    }
     return false;
   }
   if (barriers_differ_) {
     unsigned i = 1;
     while (lanes_[i].site == lanes_[0].site) i++;
     failure_ = "threadgroup_barrier: threads 0 and " + std::to_string(i) + " wait at different barriers";
+    if (launch_->instruments)
+      failure_ += std::string(", at ") + launch_->instruments->where(lanes_[0]) + " and at " +
+                  launch_->instruments->where(lanes_[i]);
     return false;
   }
   barrier_site_ = nullptr;

@@ -92,7 +92,7 @@ void mark_written(VMPSBuffer* buffer, size_t offset, size_t length) {
 
 void buffer_follow_writes(void* buffer) {
   auto* followed = static_cast<VMPSBuffer*>(buffer);
-  followed->written = static_cast<unsigned char*>(std::calloc(1, followed->bytes / 8 + 1));
+  followed->written = static_cast<unsigned char*>(std::calloc(1, followed->bytes / 8 + sizeof(uint32_t)));
 }
 
 void buffer_mark_written(const void* buffer, size_t offset, size_t length) {

@@ -103,8 +103,25 @@ void encode_scale(id<MTLComputeCommandEncoder> encoder, id<MTLBuffer> x, NSUInte
   [encoder dispatchThreads:line(threads) threadsPerThreadgroup:line(group)];
 }
 
+// Two dispatches of which the second needs what the first wrote.
+std::vector<double> scale_twice(MTLDispatchType type, bool with_barrier) {
+  id<MTLBuffer> x = floats({1, 2, 3, 4});
+  id<MTLCommandBuffer> buffer = [queue() commandBuffer];
+  id<MTLComputeCommandEncoder> encoder = [buffer computeCommandEncoderWithDispatchType:type];
+  encode_scale(encoder, x);
+  if (with_barrier) [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+  encode_scale(encoder, x);
+  [encoder endEncoding];
+  [buffer commit];
+  [buffer waitUntilCompleted];
+  return read(x);
+}
+
 std::map<std::string, std::function<std::vector<double>()>> right_uses() {
   return {
+      {"serial_dispatches", [] { return scale_twice(MTLDispatchTypeSerial, false); }},
+      {"concurrent_dispatches", [] { return scale_twice(MTLDispatchTypeConcurrent, true); }},
+      {"concurrent_dispatches_without_barrier", [] { return scale_twice(MTLDispatchTypeConcurrent, false); }},
       {"scale",
        [] {
          id<MTLBuffer> x = floats({1, 2, 3, 4});
