@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cache, constants, flops, instrument, kernels, runtime, toolchain
+from . import cache, constants, flops, instrument, kernels, runtime, strict, toolchain
+from .messages import ENTRY, readable
 from .preprocess import preprocess
 from .rewrite import rewrite
 from .source import Source
@@ -20,9 +21,6 @@ MAX_FRAME = 48 * 1024
 # Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
 # this machine only aligned moves mind.
 UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
-ENTRY = instrument.ENTRY  # an open bracket is noticed there
-# How clang prints the address spaces, and how Metal writes them.
-PRINTED_SPACES = {"__global_device ": "constant ", "__global ": "device ", "__local ": "threadgroup "}
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def compile_library(text: str, directory: Path, options: Options, preprocessed: 
         text = preprocess(text, options.defines, language=options.language, fast_math=options.fast_math)
     source = Source(text)
     offer = kernels.read(source)
-    _check(source, offer)
+    strict.check(source, offer, {}, language=options.language)
     with cache.new_directory(directory) as scratch:
         (scratch / "source.ii").write_text(text)
         (scratch / "options.json").write_text(json.dumps(asdict(options)))
@@ -65,6 +63,8 @@ def compile_kernel(
         assembly = scratch.with_suffix(".s")
         flags = [*toolchain.code_flags(options.fast_math), "-S"]
         try:
+            if kernel.is_instance or offer.function_constants:
+                strict.check(source, offer, literals, _entry(kernel), options.language)
             if instrumented:
                 _instrumented(code, flags, assembly)
             else:
@@ -133,10 +133,6 @@ def _translation_unit(source: Source, offer: kernels.Offer, literals: Mapping[st
 """
 
 
-def _check(source: Source, offer: kernels.Offer) -> None:
-    _clang(_translation_unit(source, offer, {}, ""), ["-fsyntax-only"])
-
-
 def _entry(kernel: kernels.Kernel) -> str:
     """Code that tells the executor how to call the kernel."""
     sources, image = [], []
@@ -171,23 +167,7 @@ def _clang(code: str, arguments: Sequence[str]) -> None:
     ]
     result = toolchain.run(command, input=code)
     if result.returncode:
-        raise CompileError(_readable(result.stderr))
-
-
-def _readable(message: str) -> str:
-    """clang's message in Metal's words, without the notes on how our headers came to it."""
-    for printed, written in PRINTED_SPACES.items():
-        message = message.replace(printed, written)
-    headers = f"{toolchain.HEADERS}/"
-    told = [
-        line.removeprefix(headers)
-        for line in message.splitlines()
-        if not (headers in line and (": note: " in line or line.startswith("In file included from")))
-        and not line.startswith("In file included from <stdin>")
-        and not (line.startswith(f"{ENTRY}:") and ": note: " in line)
-        and not line.endswith((" error generated.", " errors generated."))
-    ]
-    return "\n".join(told)
+        raise CompileError(readable(result.stderr))
 
 
 def _finish_assembly(assembly: str) -> str:

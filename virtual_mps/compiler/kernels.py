@@ -63,6 +63,7 @@ class Kernel:
     parameters: list[Parameter]
     max_threads: int
     location: str  # of its definition, or instantiation
+    is_instance: bool  # of a template: types and calls in it are known only now
 
 
 @dataclass
@@ -114,7 +115,7 @@ def read(source: Source) -> Offer:
         _read_function_constant(source, node, offer)
     definitions: dict[str, list[_Definition]] = {}
     for node in found.get("function", []):
-        if _is_kernel(source, node):
+        if is_kernel(source, node):
             definition = _read_definition(source, node)
             definitions.setdefault(definition.qualified_name.rpartition("::")[2], []).append(definition)
     for node in found.get("instantiation", []):
@@ -123,7 +124,7 @@ def read(source: Source) -> Offer:
         name = definition.host_name or definition.qualified_name.rpartition("::")[2]
         threads = _max_threads(source, definition.max_threads, {})
         offer.kernels[name] = Kernel(
-            name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location
+            name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location, False
         )
     return offer
 
@@ -133,7 +134,7 @@ def _max_threads(source: Source, expression: Node | None, names: Mapping[str, in
     return min(value or MAX_THREADS, MAX_THREADS)
 
 
-def _is_kernel(source: Source, node: Node) -> bool:
+def is_kernel(source: Source, node: Node) -> bool:
     return any(c.type == "storage_class_specifier" and source.of(c) == b"kernel" for c in node.children) or any(
         name == "kernel" for name, _ in source.attributes(node)
     )
@@ -148,7 +149,7 @@ def _read_function_constant(source: Source, node: Node, offer: Offer) -> None:
 
 
 def _read_definition(source: Source, node: Node) -> _Definition:
-    function = _function_declarator(node)
+    function = function_declarator(node)
     if function is None:
         raise CompileError(f"{source.location(node.start_byte)}: error: cannot read this kernel's declaration")
     name = source.of(function.child_by_field_name("declarator")).decode()
@@ -224,19 +225,19 @@ def _read_parameter(source: Source, node: Node, kernel: str) -> Parameter:
 
 
 def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[_Definition]], offer: Offer) -> None:
-    host_name, max_threads, is_kernel = None, None, _is_kernel(source, node)
+    host_name, max_threads, names_kernel = None, None, is_kernel(source, node)
     for attribute, arguments in source.attributes(node):
         if attribute == "host_name":
-            host_name, is_kernel = _string(source, arguments), True
+            host_name, names_kernel = _string(source, arguments), True
         elif attribute == "max_total_threads_per_threadgroup":
             max_threads = arguments.named_children[0]
-    if not is_kernel:
+    if not names_kernel:
         return
     offer.instantiations.append(node)
     if host_name is None:
         return
 
-    function = _function_declarator(node)
+    function = function_declarator(node)
     named = function.child_by_field_name("declarator") if function else node.named_children[-1]
     plain, template_arguments = _template_name(source, named)
     candidates = definitions.get(plain, [])
@@ -257,7 +258,7 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
         expression = f"static_cast<void (*){types}>({expression})"
     threads = _max_threads(source, max_threads or definition.max_threads, names)
     location = source.location(node.start_byte)
-    offer.kernels[host_name] = Kernel(host_name, expression, definition.parameters, threads, location)
+    offer.kernels[host_name] = Kernel(host_name, expression, definition.parameters, threads, location, True)
 
 
 def _template_name(source: Source, node: Node) -> tuple[str, Node | None]:
@@ -282,7 +283,7 @@ def _integer_arguments(source: Source, parameters: list[Node], arguments: list[N
     return names
 
 
-def _function_declarator(node: Node) -> Node | None:
+def function_declarator(node: Node) -> Node | None:
     while node is not None and node.type != "function_declarator":
         node = node.child_by_field_name("declarator") or next(
             (c for c in node.named_children if c.type.endswith("declarator")), None
@@ -327,7 +328,8 @@ def _evaluate(source: Source, node: Node, names: Mapping[str, int]) -> int | Non
         return names.get(source.of(node).decode())
     if node.type == "number_literal":
         try:
-            return int(source.of(node).decode().rstrip("uUlL"), 0)
+            digits = source.of(node).decode().rstrip("uUlL").lower()
+            return int(digits, 0 if digits.startswith(("0x", "0b")) or not digits.startswith("0") else 8)
         except ValueError:
             return None
     if node.type == "parenthesized_expression":

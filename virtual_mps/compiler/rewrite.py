@@ -3,11 +3,10 @@
 Whatever macros and templates in include/vmps can express stays as it is; this is the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from .kernels import Offer
 from .source import Edits, Node, Source, captures, query
-from .toolchain import CompileError
 
 _CONSTRUCTS = query(
     """
@@ -20,7 +19,6 @@ _CONSTRUCTS = query(
     (attribute_declaration) @attribute
     (compound_statement (declaration) @local)
     (parameter_declaration) @parameter
-    [(throw_statement) (try_statement)] @exception
     [(function_declarator) (abstract_function_declarator)] @function_declarator
     """
 )
@@ -31,9 +29,6 @@ def rewrite(source: Source, offer: Offer, constants: Mapping[str, str]) -> Edits
     """constants: C++ expressions for the function constants that are set."""
     edits = Edits(source.text)
     found = captures(_CONSTRUCTS, source.root)
-    for node in found.get("exception", []):
-        # clang lets it pass in device code, where it would end the process.
-        raise CompileError(f"{source.location(node.start_byte)}: error: Metal has no exceptions")
     _unroll_pragmas(source, edits)
     _function_constants(source, offer, constants, edits, found.get("call", []))
     for node in offer.instantiations:
@@ -74,10 +69,19 @@ def _function_constants(
         value = constants.get(constant.name, f"{constant.type}(0)")
         text = f"static constexpr {constant.type} {constant.name} = {value};"
         edits.replace(constant.node.start_byte, constant.node.end_byte, text.encode())
+    for call, name in _questions(source, calls):
+        edits.replace(call.start_byte, call.end_byte, b"true" if name in constants else b"false")
+
+
+def constants_asked_about(source: Source) -> set[str]:
+    """Function constants of which the source asks is_function_constant_defined: they need not have a value."""
+    return {name for _, name in _questions(source, captures(_CONSTRUCTS, source.root).get("call", []))}
+
+
+def _questions(source: Source, calls: list[Node]) -> Iterator[tuple[Node, str]]:
     for call in calls:
         if source.of(call.child_by_field_name("function")).rpartition(b"::")[2] == b"is_function_constant_defined":
-            name = source.of(call.child_by_field_name("arguments")).decode().strip("() \n")
-            edits.replace(call.start_byte, call.end_byte, b"true" if name in constants else b"false")
+            yield call, source.of(call.child_by_field_name("arguments")).decode().strip("() \n")
 
 
 def _float_literal(source: Source, node: Node, edits: Edits) -> None:
@@ -175,17 +179,46 @@ def _member_qualifiers(source: Source, declarators: list[Node], edits: Edits) ->
         member = _member(declarator)
         if member is None:
             continue
-        spaces = source.address_space_qualifiers(declarator)
-        signature, at = b"", member.start_byte
-        for space in spaces:
-            signature += source.text[at : space.start_byte]
-            at = source.end_of_word(space)
-            edits.replace(space.start_byte, at, b"")
-        signature += source.text[at : declarator.end_byte]
-        key = (member.parent.id, b"".join(signature.split()))
+        for space in source.address_space_qualifiers(declarator):
+            edits.replace(space.start_byte, source.end_of_word(space), b"")
+        key = _signature(source, member, declarator)
         if key in seen:
             edits.delete(member)
         seen.add(key)
+
+
+def member_spaces(source: Source) -> dict[int, frozenset[bytes]]:
+    """Offset of a member function's name -> the address spaces of the objects that it, or another of its class with its
+    name, is written for."""
+    spaces: dict[tuple[int, bytes], set[bytes]] = {}
+    names: dict[int, tuple[int, bytes]] = {}
+    for declarator in captures(_CONSTRUCTS, source.root).get("function_declarator", []):
+        member = _member(declarator)
+        if member is None:
+            continue
+        start, end = _name_extent(source, declarator)
+        key = names[start] = (member.parent.id, source.text[start:end].strip())
+        spaces.setdefault(key, set()).add(source.address_space(declarator) or b"thread")
+    return {offset: frozenset(spaces[key]) for offset, key in names.items()}
+
+
+def _name_extent(source: Source, declarator: Node) -> tuple[int, int]:
+    """Conversion operators have the name of their type, and behind attributes the parser takes `operator` for one."""
+    name = declarator.child_by_field_name("declarator")
+    if name is None:
+        return declarator.parent.start_byte, declarator.start_byte
+    kind = declarator.parent.child_by_field_name("type")
+    is_operator = kind is not None and source.of(kind) == b"operator"
+    return (kind if is_operator else name).start_byte, name.end_byte
+
+
+def _signature(source: Source, member: Node, declarator: Node) -> tuple[int, bytes]:
+    """What tells a member function from others of its class, but for the address space of its object."""
+    text, at = b"", member.start_byte
+    for space in source.address_space_qualifiers(declarator):
+        text += source.text[at : space.start_byte]
+        at = source.end_of_word(space)
+    return member.parent.id, b"".join((text + source.text[at : declarator.end_byte]).split())
 
 
 def _member(declarator: Node) -> Node | None:

@@ -1,4 +1,4 @@
-"""Builds libvmps_executor.so, once for each state of its sources."""
+"""Builds libvmps_executor.so, and the precompiled headers, once for each state of their sources."""
 
 import platform
 from pathlib import Path
@@ -20,6 +20,22 @@ def compiler_id() -> str:
     for file in sorted(f for f in files if f.is_file()):
         parts += [file.name, file.read_bytes()]
     return cache.digest(*parts)[:16]
+
+
+def build_headers() -> Path:
+    """Path of what Metal sources may use, precompiled for a reading without code generation."""
+    identity = compiler_id()
+    # clang notes where the headers are, and their times unless told not to.
+    target = cache.root() / identity / f"headers-{cache.digest(str(toolchain.HEADERS))[:8]}.pch"
+    if target.exists():
+        return target
+    with cache.new_file(target) as output:
+        command = [toolchain.clang(), *toolchain.read_flags(), "-Wno-everything", "-Xclang", "-fno-pch-timestamp"]
+        header = toolchain.HEADERS / "vmps" / "metal.h"
+        result = toolchain.run([*command, "-x", "c++-header", str(header), "-o", str(output)])
+        if result.returncode:
+            raise toolchain.CompileError(f"virtual_mps: cannot precompile the headers:\n{result.stderr.strip()}")
+    return target
 
 
 def build_runtime(boost_fibres: bool = False) -> Path:

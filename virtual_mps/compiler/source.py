@@ -5,8 +5,9 @@ words of the same kind: the address spaces are qualifiers, `kernel` is a functio
 and pragmas, which may stand anywhere) are blank in it. Offsets in the tree are offsets in the text, where edits apply.
 """
 
+import itertools
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 import tree_sitter
@@ -41,6 +42,7 @@ class Source:
         self.directives: list[tuple[int, int]] = []
         self._words: dict[int, bytes] = {}  # Metal's own, by offset: their stand-ins in the view may be shorter
         self.root = PARSER.parse(self._view()).root_node
+        self._spaces = [offset for offset, word in self._words.items() if word != b"kernel"]
         self._lines = [0, *(m.end() for m in re.finditer(b"\n", self.text))]
         self._markers = self._read_markers()
 
@@ -86,6 +88,11 @@ class Source:
 
     def address_space_qualifiers(self, node: Node) -> list[Node]:
         return [c for c in node.children if c.type == "type_qualifier" and c.start_byte in self._words]
+
+    def names_address_space(self, start: int, end: int) -> bool:
+        """Whether one of the four words stands in a stretch of the source."""
+        at = bisect_left(self._spaces, start)
+        return at < len(self._spaces) and self._spaces[at] < end
 
     def end_of_word(self, qualifier: Node) -> int:
         return qualifier.start_byte + len(self._words[qualifier.start_byte])
@@ -135,9 +142,33 @@ class Edits:
 
     def apply(self) -> bytes:
         """The edited text. Edits inside of a replaced stretch vanish with it."""
-        result, at = [], 0
+        return b"".join(by for _, by in self._stretches())
+
+    def origins(self) -> "Origins":
+        return Origins(list(self._stretches()), self._text)
+
+    def _stretches(self) -> Iterator[tuple[int, bytes]]:
+        """The edited text in pieces, each with the offset of what it stands for."""
+        at = 0
         for first, last, by in sorted(self._edits, key=lambda e: e[:2]):
             if first >= at:
-                result += (self._text[at:first], by)
+                yield at, self._text[at:first]
+                yield first, by
                 at = last
-        return b"".join([*result, self._text[at:]])
+        yield at, self._text[at:]
+
+
+class Origins:
+    """From offsets in an edited text to offsets in the text that was edited."""
+
+    def __init__(self, stretches: list[tuple[int, bytes]], text: bytes):
+        self._stretches, self._text = stretches, text
+        self._starts = [0, *itertools.accumulate(len(by) for _, by in stretches)]
+
+    def __call__(self, offset: int) -> int:
+        at = bisect_right(self._starts, offset) - 1
+        if at >= len(self._stretches):
+            return len(self._text)
+        origin, by = self._stretches[at]
+        copied = self._text.startswith(by, origin)
+        return origin + offset - self._starts[at] if copied else origin
