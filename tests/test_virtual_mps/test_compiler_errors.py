@@ -96,16 +96,6 @@ def test_columns_survive_deleted_attributes():
         Library(HEADER + line)
 
 
-@pytest.mark.parametrize("statement", ["throw 1;", "try { y[i] = 1; } catch (...) { }"], ids=["throw", "try"])
-def test_exceptions_are_refused(statement):
-    """clang accepts them in device code, and one that is thrown would end the process."""
-    source = (
-        f"{HEADER}kernel void bad(device int* y [[buffer(0)]], uint i [[thread_position_in_grid]]) {{\n{statement}\n}}"
-    )
-    with pytest.raises(MetalError, match=r"program_source:4:1: error: Metal has no exceptions"):
-        Library(source)
-
-
 def test_errors_speak_metal():
     with pytest.raises(MetalError) as error:
         Library(HEADER + "kernel void k(device float* y [[buffer(0)]]) { threadgroup float* p = y; }")

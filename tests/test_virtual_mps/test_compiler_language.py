@@ -410,7 +410,7 @@ WRITE = "void f(device float* p) { p[0] = 1; }\n"
         ("kernel void k(device float4* x [[buffer(0)]]) { x[0] = float4(1, 2); }", "program_source:3:"),
         ("kernel void k(device float* x [[buffer(0)]]) { x[0] = metal::nosuch(1.0f); }", "nosuch"),
         ("kernel void k(device float* x [[buffer(0)]], uint n) { x[0] = n; }", "parameter 'n' of kernel 'k'"),
-        ("kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }", "the last slot is 30"),
+        ("kernel void k(device float* x [[buffer(31)]]) { x[0] = 1; }", "out of bounds: must be between 0 and 30"),
     ],
 )
 def test_refused(program, message):
@@ -422,9 +422,9 @@ def test_overloads_on_address_spaces():
     run = kernel("""
     int where(device float*) { return 1; }
     int where(threadgroup float*) { return 2; }
-    template <typename T> struct space { static constexpr int value = 0; };
-    template <typename T> struct space<const device T*> { static constexpr int value = 3; };
-    template <typename T> struct space<threadgroup T*> { static constexpr int value = 4; };
+    template <typename T> struct space { static constant constexpr int value = 0; };
+    template <typename T> struct space<const device T*> { static constant constexpr int value = 3; };
+    template <typename T> struct space<threadgroup T*> { static constant constexpr int value = 4; };
     kernel void k(device float* x [[buffer(0)]], device int* y [[buffer(1)]]) {
       threadgroup float t[1];
       y[0] = where(x); y[1] = where(t); y[2] = space<const device float*>::value; y[3] = space<threadgroup int*>::value;

@@ -123,8 +123,9 @@ def read(source: Source) -> Offer:
     for definition in (d for same_name in definitions.values() for d in same_name if not d.template_parameters):
         name = definition.host_name or definition.qualified_name.rpartition("::")[2]
         threads = _max_threads(source, definition.max_threads, {})
-        offer.kernels[name] = Kernel(
-            name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location, False
+        _add(
+            offer,
+            Kernel(name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location, False),
         )
     return offer
 
@@ -191,8 +192,9 @@ def _read_parameters(source: Source, function: Node, kernel: str) -> list[Parame
     for parameter in parameters:
         if parameter.index >= SLOTS:
             raise CompileError(
-                f"{source.location(function.start_byte)}: error: parameter '{parameter.name}' of kernel '{kernel}' is"
-                f" at {parameter.kind}({parameter.index}), the last slot is {SLOTS - 1}"
+                f"{source.location(function.start_byte)}: error: '{parameter.kind}' attribute parameter is out of bounds:"
+                f" must be between 0 and {SLOTS - 1}; parameter '{parameter.name}' of kernel '{kernel}' is at"
+                f" {parameter.index}"
             )
     return parameters
 
@@ -258,7 +260,14 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
         expression = f"static_cast<void (*){types}>({expression})"
     threads = _max_threads(source, max_threads or definition.max_threads, names)
     location = source.location(node.start_byte)
-    offer.kernels[host_name] = Kernel(host_name, expression, definition.parameters, threads, location, True)
+    _add(offer, Kernel(host_name, expression, definition.parameters, threads, location, True))
+
+
+def _add(offer: Offer, kernel: Kernel) -> None:
+    if kernel.name in offer.kernels:
+        first = offer.kernels[kernel.name].location
+        raise CompileError(f"{kernel.location}: error: a kernel with the name '{kernel.name}' is at {first} already")
+    offer.kernels[kernel.name] = kernel
 
 
 def _template_name(source: Source, node: Node) -> tuple[str, Node | None]:

@@ -1,6 +1,7 @@
 """A second reading of a source, for what Apple's compiler refuses and clang's SYCL mode lets pass.
 
 strict_syntax  what the grammar decides: words and constructs that Metal lacks, address spaces that are not named
+strict_kernels what a kernel may look like: its result, the types and places of its parameters
 strict_ast     what types decide: implicit conversions, calls of member functions, recursion
 here           one run of clang that gives its own errors, its warnings about newer C++, and its syntax tree
 """
@@ -10,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 
-from . import kernels, runtime, strict_ast, strict_syntax, toolchain
+from . import kernels, runtime, strict_ast, strict_kernels, strict_syntax, toolchain
 from .messages import ENTRY, metal_words, readable
 from .preprocess import NEWEST_LANGUAGE
 from .rewrite import constants_asked_about, member_spaces, rewrite
@@ -27,7 +28,9 @@ _REFUSED_IN_CPLUSPLUS_14 = (
     "from a parenthesized list of values",
     "non-type template parameter of type",
 )
-_WARNING = re.compile(r"^(?P<place>.*): warning: (?P<what>.*) (?:is|are) incompatible with C\+\+ standards before (?P<since>C\+\+\d\d)")
+_WARNING = re.compile(
+    r"^(?P<place>.*): warning: (?P<what>.*) (?:is|are) incompatible with C\+\+ standards before (?P<since>C\+\+\d\d)"
+)
 
 
 def check(
@@ -47,7 +50,7 @@ def check(
         CompileError: the findings, as the compiler's messages.
     """
     language = language or NEWEST_LANGUAGE
-    told = [] if entry else [_message(source, f) for f in strict_syntax.findings(source, language)]
+    told = [] if entry else [_message(source, f) for f in _of_syntax(source, language)]
     edits = rewrite(source, offer, literals)
     text = edits.apply()
     errors, warnings, tree = _clang(text.decode() + f'\n# 1 "{ENTRY}"\n{entry}\n')
@@ -69,6 +72,11 @@ def check(
         told += _missing_constants(source, offer, literals, tree)
     if told:
         raise CompileError("\n".join(list(dict.fromkeys(told))[:SHOWN]))
+
+
+def _of_syntax(source: Source, language: int) -> Iterator[Finding]:
+    yield from strict_syntax.findings(source, language)
+    yield from strict_kernels.findings(source)
 
 
 def _message(source: Source, finding: Finding, offset: int | None = None) -> str:
@@ -102,7 +110,7 @@ def _newer_cplusplus(warnings: list[str], extensions: bool) -> Iterator[str]:
         warning = _WARNING.match(line)
         if not warning or warning["place"].startswith(str(toolchain.HEADERS)):
             continue
-        if not extensions or warning["what"].startswith(_REFUSED_IN_CPLUSPLUS_14):
+        if not extensions or any(what in warning["what"] for what in _REFUSED_IN_CPLUSPLUS_14):
             yield f"{warning['place']}: error: {warning['what']}: {warning['since']}, and Metal 3 is C++14"
 
 

@@ -12,7 +12,7 @@ from .strict_syntax import Finding
 
 MAIN_FILE = "<stdin>"
 # Implicit conversions between these lose precision or range that Metal wants to see written.
-_BFLOAT, _OTHER_FLOATS = "__bf16", ("float", "_Float16", "double")
+_BFLOAT, _OTHER_FLOATS = "bfloat", ("float", "half")
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Reader:
             self._narrowing(_type(operand), _type(node), _spelled(operand), _spelled(node), place)
 
     def _narrowing(self, source: str, target: str, spelled_source: str, spelled_target: str, place: int) -> None:
-        if (target == _BFLOAT and source in _OTHER_FLOATS) or (target == "_Float16" and source == _BFLOAT):
+        if (target == _BFLOAT and source in _OTHER_FLOATS) or (target == "half" and source == _BFLOAT):
             self._find(
                 place,
                 f"no implicit conversion from '{spelled_source}' to '{spelled_target}'",

@@ -3,6 +3,7 @@
 The words are those of Apple's compiler where they are known. Each rule is a function from a source to its findings.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ _CONSTRUCTS = query(
     "virtual" @virtual
     (primitive_type) @type
     (sized_type_specifier) @type
+    (type_identifier) @name
     (number_literal) @number
     (storage_class_specifier) @storage
     (call_expression function: (template_function name: (identifier) @called))
@@ -96,6 +98,9 @@ def _unsupported(source: Source, found: Captures) -> Iterator[Finding]:
                 yield Finding(node.start_byte, error)
 
 
+_DOUBLE_VECTOR = re.compile(rb"(packed_)?double[234](x[234])?")
+
+
 def _types(source: Source, found: Captures) -> Iterator[Finding]:
     for node in found.get("type", []):
         words = source.of(node).split()
@@ -103,8 +108,13 @@ def _types(source: Source, found: Captures) -> Iterator[Finding]:
             continue  # its parent is a capture too
         if b"double" in words or words.count(b"long") > 1:
             name = b" ".join(words).decode()
-            wide = "'float' is the widest floating type" if b"double" in words else "'long' has 64 bits"
+            wide = "'float' is the widest" if b"double" in words else "'long' has 64 bits"
             yield Finding(node.start_byte, f"'{name}' is not supported in Metal", wide)
+    for node in found.get("name", []):
+        if _DOUBLE_VECTOR.fullmatch(source.of(node)):
+            yield Finding(
+                node.start_byte, f"'{source.of(node).decode()}' is not supported in Metal", "'float' is the widest"
+            )
     for node in found.get("number", []):
         text = source.of(node).lower()
         if text.endswith(b"l") and not text.startswith(b"0x") and (b"." in text or b"e" in text):
@@ -121,7 +131,9 @@ def _lambdas(source: Source, found: Captures) -> Iterator[Finding]:
 def _cplusplus_17(source: Source, found: Captures) -> Iterator[Finding]:
     """What clang refuses in C++14, of which it says nothing in C++20."""
     for node in found.get("concept", []):
-        yield Finding(node.start_byte, "concepts are C++20, Metal 3 is C++14", "metal::enable_if_t restricts a template")
+        yield Finding(
+            node.start_byte, "concepts are C++20, Metal 3 is C++14", "metal::enable_if_t restricts a template"
+        )
     for node in found.get("parameter", []):
         kind = node.child_by_field_name("type")
         if kind and kind.type == "placeholder_type_specifier" and not _within(node, "lambda_expression"):
@@ -263,7 +275,9 @@ def _variables(source: Source, found: Captures) -> Iterator[Finding]:
         space = source.address_space(node)
         if space != b"constant" and any(source.of(c) == b"static" for c in node.children):
             for name in _variable_names(node):
-                yield Finding(name.start_byte, "program scope variable must reside in constant address space", _CONSTANTS)
+                yield Finding(
+                    name.start_byte, "program scope variable must reside in constant address space", _CONSTANTS
+                )
         if space in (b"device", b"threadgroup", b"thread"):
             for name in _variable_names(node):
                 yield Finding(name.start_byte, f"field may not be qualified with the {space.decode()} address space")

@@ -240,6 +240,10 @@ vmps_kernel* vmps_kernel_create(const vmps_library* library,
     kernel->max_threads = image.max_threads;
     kernel->static_memory = object.static_memory;
     kernel->waits = *image.waits;
+    if (kernel->static_memory > VMPS_MAX_THREADGROUP_MEMORY)
+      throw Error("kernel '" + kernel->name + "': Threadgroup memory size (" + std::to_string(kernel->static_memory) +
+                  ") exceeds the maximum threadgroup memory allowed (" + std::to_string(VMPS_MAX_THREADGROUP_MEMORY) +
+                  ")");
     for (unsigned i = 0; i < image.parameter_count; i++) {
       const vmps_image_parameter& p = image.parameters[i];
       if (p.kind >= 0) kernel->parameters.push_back({p.kind, p.index, p.name, p.constant});

@@ -6,7 +6,7 @@ using namespace metal;
 #pragma clang diagnostic ignored "-Wunused-variable"
 enum class Mode : uchar { add, multiply = 3 };
 union Bits { float f; uint u; uchar4 b; };
-struct Base { float a; float twice() const { return 2 * a; } };
+struct Base { float a; float twice() const device { return 2 * a; } };
 struct Derived : Base { float4 v; half h[3]; };
 struct Op { template <typename T> T operator()(T a, T b) const { return a + b; } };
 template <typename T, typename F> inline T fold(thread const T (&values)[4], F f) {

@@ -21,6 +21,14 @@ VMPS_INLINE void for_each_lane(unsigned lanes, F f) {
   for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
 }
 
+// What simd and quad functions take: no bool, nothing of 64 bits.
+template <class T>
+inline constexpr bool is_exchangeable = scalar<T> && !same<T, bool> && sizeof(T) <= 4;
+template <class T, int N>
+inline constexpr bool is_exchangeable<metal::vec<T, N>> = is_exchangeable<T>;
+template <class T>
+concept exchangeable = is_exchangeable<T>;
+
 template <class T>
 struct exchange {
   T value, fill, result;
@@ -151,7 +159,7 @@ VMPS_INLINE void simdgroup_barrier(mem_flags flags) {
 
 // simd_* on groups of 32 and quad_* on groups of 4, alike.
 #define VMPS_SHUFFLE(name, Width, source)                                                         \
-  template <class T>                                                                              \
+  template <vmps::exchangeable T>                                                                 \
   VMPS_INLINE T name(T value, ushort argument) {                                                  \
     return vmps::shuffle<Width>(value, argument, [](int lane, uint n) -> int { return source; }); \
   }
@@ -163,11 +171,11 @@ VMPS_INLINE void simdgroup_barrier(mem_flags flags) {
   VMPS_SHUFFLE(group##_shuffle_down, Width, lane % Width + int(n) < Width ? lane + int(n) : -1)           \
   VMPS_SHUFFLE(group##_shuffle_rotate_up, Width, (lane & ~(Width - 1)) + int((lane - n) & (Width - 1)))   \
   VMPS_SHUFFLE(group##_shuffle_rotate_down, Width, (lane & ~(Width - 1)) + int((lane + n) & (Width - 1))) \
-  template <class T>                                                                                      \
+  template <vmps::exchangeable T>                                                                         \
   VMPS_INLINE T group##_shuffle_and_fill_up(T value, T fill, ushort delta, ushort modulo = Width) {       \
     return vmps::shuffle<Width>(value, uint(modulo) << 16 | delta, vmps::fill_up(), fill);                \
   }                                                                                                       \
-  template <class T>                                                                                      \
+  template <vmps::exchangeable T>                                                                         \
   VMPS_INLINE T group##_shuffle_and_fill_down(T value, T fill, ushort delta, ushort modulo = Width) {     \
     return vmps::shuffle<Width>(value, uint(modulo) << 16 | delta, vmps::fill_down(), fill);              \
   }                                                                                                       \
@@ -183,12 +191,12 @@ VMPS_INLINE void simdgroup_barrier(mem_flags flags) {
   VMPS_SCAN(group, Width, inclusive, true, product)                                                       \
   VMPS_SCAN(group, Width, exclusive, false, product)
 #define VMPS_REDUCTION(group, Width, name)                \
-  template <class T>                                      \
+  template <vmps::exchangeable T>                         \
   VMPS_INLINE T group##_##name(T value) {                 \
     return vmps::reduce<Width>(value, vmps::op_##name()); \
   }
 #define VMPS_SCAN(group, Width, kind, inclusive, name)             \
-  template <class T>                                               \
+  template <vmps::exchangeable T>                                  \
   VMPS_INLINE T group##_prefix_##kind##_##name(T value) {          \
     return vmps::scan<Width, inclusive>(value, vmps::op_##name()); \
   }
