@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from .compiler import CompileError, cache
+from .compiler.compile import check
 from .compiler.preprocess import preprocess
 
 BIN = Path(__file__).resolve().parent / "bin"
@@ -59,6 +60,9 @@ def metal(arguments: list[str]) -> None:
     if not files:
         raise CompileError("error: no input files")
     texts = [preprocess(Path(file), values["-D"], values["-I"], language, fast_math) for file in files]
+    flags = {f"{flag}={value}" if value else flag for flag, value in options}
+    for text in texts:
+        _check(text, language, flags)
     compile_only = any(flag == "-c" for flag, _ in options)
     output = Path(
         values["-o"][-1] if values["-o"] else Path(files[0]).stem + ".air" if compile_only else "default.metallib"
@@ -67,6 +71,21 @@ def metal(arguments: list[str]) -> None:
         _write(output, "".join(texts).encode())
     else:
         _write_library(output, texts)
+
+
+def _check(text: str, language: int, flags: set[str]) -> None:
+    """Prints warnings as Apple's compiler does, unless flags silence them or make them errors."""
+    errors = []
+    for line in check(text, language):
+        group = line[line.rindex("[-W") + len("[-W") : -1]
+        if flags & {"-w", f"-Wno-{group}"}:
+            continue
+        if flags & {"-Werror", f"-Werror={group}"}:
+            errors.append(line.replace(": warning: ", ": error: ", 1))
+        else:
+            print(line, file=sys.stderr)
+    if errors:
+        raise CompileError("\n".join(errors))
 
 
 def metallib(arguments: list[str]) -> None:

@@ -1,13 +1,18 @@
-"""Programs that Apple's compiler refuses, each with a twin that differs in nothing but the fault, and is accepted.
+"""Programs that Apple's compiler refuses, each with a twin that is accepted and differs in nothing but the fault.
 
-The sources of the rules: the Metal Shading Language specification 3.2 (its section in brackets), and where it is silent,
-what Apple's compiler is reported to say, of which the messages here keep the words.
+The sources of the rules: the Metal Shading Language specification 3.2 (its section in brackets) and, where it is silent,
+what Apple's compiler is reported to say. The messages keep its words where they are known.
 """
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from virtual_mps import metallib
+from virtual_mps.compiler import CompileError
+from virtual_mps.compiler.compile import check
+from virtual_mps.compiler.preprocess import preprocess
 from virtual_mps.executor import Library, MetalError
 
 HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
@@ -248,7 +253,10 @@ LANGUAGE = [  # [1.5.4]
         "lambda expressions are not supported in Metal",
     ),
     in_kernel(
-        "parenthesised_aggregate", "struct S { int a, b; }; S v(1, 2);", "struct S { int a, b; }; S v{1, 2};", "C++20"
+        "parenthesised_aggregate",
+        "struct S { int a, b; }; S v(1, 2);",
+        "struct S { int a, b; }; S v{1, 2};",
+        "no matching constructor for initialization of 'S'",
     ),
     with_helper(
         "deduced_class_arguments",
@@ -417,3 +425,120 @@ def test_the_twin_is_accepted(program):
     library = Library(HEADER + program.accepted, language_version=program.language)
     if program.instantiates:
         library.kernel("k")
+
+
+# Newer than C++14, and no more than a warning of Apple's compiler: MLX's kernels, which it compiles, are full of
+# `if constexpr`. Under -Werror it refuses them.
+EXTENSIONS = {
+    "if_constexpr": ("if constexpr (sizeof(int) == 4) x[i] = 2;", "constexpr if"),
+    "if_initialiser": ("if (uint n = i; n > 2) x[i] = n;", "if initialization statements"),
+    "structured_binding": (
+        "struct S { int a, b; }; auto [a, b] = S{1, 2}; x[i] = a + b;",
+        "decomposition declarations",
+    ),
+    "fold_expression": ("x[i] = sum(1, 2);", "pack fold expression"),
+    "nested_namespace": ("x[i] = a::b::two;", "nested namespace definition"),
+    "inline_variable": ("x[i] = three;", "inline variables"),
+}
+FRAME = """
+namespace a::b { constant int two = 2; }
+inline constant constexpr int three = 3;
+template <typename... T> int sum(T... v) { return (v + ...); }
+kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+%s
+}
+"""
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_extensions_are_warned_of(name):
+    statement, words = EXTENSIONS[name]
+    text = preprocess(HEADER + FRAME % statement, language=METAL_31)
+    warning = next(line for line in check(text, METAL_31) if words in line)
+    assert ": warning: " in warning
+    assert warning.endswith("-extensions]")
+    with pytest.raises(CompileError, match=f"program_source:[0-9:]+ error: .*{words}"):
+        check(text, METAL_31, werror=True)
+    assert check(preprocess(HEADER + FRAME % "x[i] = 1;", language=400), 400) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends"),
+    [
+        ([], 0),
+        (["-Werror"], 1),
+        (["-Werror=c++17-extensions"], 1),
+        (["-Werror", "-Wno-c++17-extensions"], 0),
+        (["-Werror=c++20-extensions"], 0),
+    ],
+)
+def test_xcrun_metal_says_so_when_it_compiles(flags, ends, tmp_path, capsys):
+    source = tmp_path / "a.metal"
+    source.write_text(HEADER + "kernel void k(device float* x [[buffer(0)]]) { if constexpr (true) x[0] = 1; }")
+    arguments = ["-sdk", "macosx", "metal", "-std=metal3.1", *flags, "-c", str(source), "-o", str(tmp_path / "a.air")]
+    assert metallib.xcrun(arguments) == ends
+    told = capsys.readouterr().err
+    assert ("a.metal:3:" in told) == ("-Wno-c++17-extensions" not in flags)
+    assert (" error: " in told) == bool(ends)
+
+
+def test_xcrun_metal_refuses(tmp_path, capsys):
+    source = tmp_path / "a.metal"
+    source.write_text(HEADER + "kernel void k(device float* x [[buffer(0)]]) { double v = 1; x[0] = v; }")
+    assert metallib.xcrun(["metal", "-c", str(source), "-o", str(tmp_path / "a.air")]) == 1
+    assert "a.metal:3:48: error: 'double' is not supported in Metal" in capsys.readouterr().err
+    assert not (tmp_path / "a.air").exists()
+
+
+def test_lambdas_are_from_metal_3_2_on():
+    Library(HEADER + next(p for p in LANGUAGE if p.name == "lambda_before_3_2").refused, language_version=320)
+
+
+def test_all_instantiations_can_be_read_at_once():
+    text = preprocess(HEADER + next(p for p in TYPES if p.instantiates).refused)
+    assert check(text) == []
+    with pytest.raises(
+        CompileError, match="program_source:4:8: error: no implicit conversion from 'float' to 'bfloat'"
+    ):
+        check(text, instantiate=True)
+
+
+def test_too_much_threadgroup_memory():
+    source = HEADER + "kernel void k(device float* x [[buffer(0)]], uint i [[thread_position_in_threadgroup]]) {"
+    source += "threadgroup float t[%d]; t[i] = i; x[i] = t[i]; }"
+    Library(source % 8192).kernel("k")
+    words = r"Threadgroup memory size \(32772\) exceeds the maximum threadgroup memory allowed \(32768\)"
+    with pytest.raises(MetalError, match=words):
+        Library(source % 8193).kernel("k")
+
+
+CONSTANTS = """
+constant int n [[function_constant(3)]];
+constant int twice = 2 * n;
+int f() { return %s; }
+kernel void k(device float* x [[buffer(0)]]) { x[0] = f(); }
+kernel void other(device float* x [[buffer(0)]]) { x[0] = 1; }
+"""
+
+
+@pytest.mark.parametrize("use", ["n", "twice"])
+def test_a_missing_function_constant(use):
+    library = Library(HEADER + CONSTANTS % use)
+    library.kernel("k", {"n": np.int32(1)})
+    library.kernel("other")
+    with pytest.raises(MetalError, match="program_source:4:1: error: function constant 'n' at index 3 has no value"):
+        library.kernel("k")
+
+
+def test_a_function_constant_that_may_be_missing():
+    Library(HEADER + CONSTANTS % "is_function_constant_defined(n) ? n : 1").kernel("k")
+
+
+def test_a_template_without_instantiations_is_no_kernel():
+    library = Library(
+        HEADER
+        + "template <typename T> [[kernel]] void t(device T* x [[buffer(0)]]) { x[0] = 1; }"
+        + "kernel void k(device float* x [[buffer(0)]]) { x[0] = 1; }"
+    )
+    with pytest.raises(MetalError, match="the library has no kernel 't'; it has k"):
+        library.kernel("t")

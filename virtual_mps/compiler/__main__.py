@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .compile import Options, compile_kernel, compile_library
+from .compile import Options, check, compile_kernel, compile_library
 from .preprocess import preprocess
 from .toolchain import CompileError
 
@@ -20,6 +20,13 @@ def main() -> int:
     verb.add_argument("-D", dest="defines", action="append", default=[])
     verb.add_argument("--language", type=int, default=0)
     verb.add_argument("--fast-math", action="store_true")
+
+    verb = verbs.add_parser("check", help="say what Apple's compiler would refuse of a file, in all its kernels")
+    verb.add_argument("source", type=Path)
+    verb.add_argument("-I", dest="include_dirs", action="append", default=[])
+    verb.add_argument("-D", dest="defines", action="append", default=[])
+    verb.add_argument("--language", type=int, default=0, help="310 for Metal 3.1, and so on; the newest if not given")
+    verb.add_argument("--werror", action="store_true", help="take warnings for errors")
 
     verb = verbs.add_parser("library", help="read a source text into a library folder")
     verb.add_argument("--source", type=Path, required=True)
@@ -51,6 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.source, arguments.defines, arguments.include_dirs, arguments.language, arguments.fast_math
         )
         arguments.output.write_text(text)
+    elif arguments.verb == "check":
+        text = preprocess(arguments.source, arguments.defines, arguments.include_dirs, arguments.language)
+        for warning in check(text, arguments.language, instantiate=True, werror=arguments.werror):
+            print(warning, file=sys.stderr)
     elif arguments.verb == "library":
         options = Options(tuple(arguments.defines), arguments.fast_math, arguments.language)
         compile_library(arguments.source.read_text(), arguments.output, options, arguments.preprocessed)

@@ -36,11 +36,17 @@ def compile_library(text: str, directory: Path, options: Options, preprocessed: 
         text = preprocess(text, options.defines, language=options.language, fast_math=options.fast_math)
     source = Source(text)
     offer = kernels.read(source)
-    strict.check(source, offer, {}, language=options.language)
+    strict.check_source(source, offer, options.language)
     with cache.new_directory(directory) as scratch:
         (scratch / "source.ii").write_text(text)
         (scratch / "options.json").write_text(json.dumps(asdict(options)))
         (scratch / "table.json").write_text(json.dumps(offer.table(), indent=1))
+
+
+def check(text: str, language: int = 0, instantiate: bool = False, werror: bool = False) -> list[str]:
+    """Reads a preprocessed source as Apple's compiler does, and gives its warnings: see strict.check_source."""
+    source = Source(text)
+    return strict.check_source(source, kernels.read(source), language, instantiate, werror)
 
 
 def compile_kernel(
@@ -64,7 +70,7 @@ def compile_kernel(
         flags = [*toolchain.code_flags(options.fast_math), "-S"]
         try:
             if kernel.is_instance or offer.function_constants:
-                strict.check(source, offer, literals, _entry(kernel), options.language)
+                strict.check_kernel(source, offer, literals, _entry(kernel), options.language)
             if instrumented:
                 _instrumented(code, flags, assembly)
             else:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from . import flops
 from .index_arithmetic import IndexArithmetic
+from .messages import ENTRY
 
 # Loads stay where the source has them (the optimiser may otherwise do one that a condition guards), and nothing else.
 FLAGS = [
@@ -29,7 +30,7 @@ FLAGS = [
     "-DVMPS_INSTRUMENTED",
 ]
 
-ENTRY = "end of source"  # the file name of what compile.py adds to a source
+
 READ, WRITE, ATOMIC = 1, 2, 4  # vmps_site.kind
 MOST_CELL = 16
 

@@ -192,8 +192,8 @@ def _read_parameters(source: Source, function: Node, kernel: str) -> list[Parame
     for parameter in parameters:
         if parameter.index >= SLOTS:
             raise CompileError(
-                f"{source.location(function.start_byte)}: error: '{parameter.kind}' attribute parameter is out of bounds:"
-                f" must be between 0 and {SLOTS - 1}; parameter '{parameter.name}' of kernel '{kernel}' is at"
+                f"{source.location(function.start_byte)}: error: '{parameter.kind}' attribute parameter is out of"
+                f" bounds: must be between 0 and {SLOTS - 1}; parameter '{parameter.name}' of kernel '{kernel}' is at"
                 f" {parameter.index}"
             )
     return parameters

@@ -26,8 +26,10 @@ def metal_words(text: str) -> str:
 
 
 def readable(message: str) -> str:
-    """clang's messages without the notes on how our headers came to it. What our headers assert is said of the place that
-    asked for it."""
+    """clang's messages, without the notes on how our headers came to them.
+
+    What our headers assert is said of the place in the source that asked for it.
+    """
     headers = f"{toolchain.HEADERS}/"
     told: list[str] = []
     for line in metal_words(message).splitlines():

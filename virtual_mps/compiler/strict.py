@@ -20,12 +20,12 @@ from .strict_syntax import FIRST_WITH_CPLUSPLUS_17, Finding
 from .toolchain import CompileError
 
 SHOWN = 8  # findings, as many as clang's errors
-DEEPEST = 20_000  # levels of a syntax tree: clang's own limit is 256 brackets, but a sum of many terms is deep as well
+DEEPEST = 20_000  # levels of a syntax tree: clang allows 256 brackets, but a sum of many terms is deep as well
 
-# Of clang's warnings about what came after C++14: what it refuses in C++14. The rest it warns of there, as Apple's does.
+# clang compiles as C++20 and warns of what is newer than C++14. Some of that it refuses in C++14; of the rest it warns
+# there and goes on, and so does Apple's compiler, which MLX's kernels count on.
 _REFUSED_IN_CPLUSPLUS_14 = (
     "class template argument deduction",
-    "from a parenthesized list of values",
     "non-type template parameter of type",
 )
 _WARNING = re.compile(
@@ -33,43 +33,66 @@ _WARNING = re.compile(
 )
 
 
-def check(
-    source: Source,
-    offer: kernels.Offer,
-    literals: Mapping[str, str],
-    entry: str = "",
-    language: int = 0,
-    extensions: bool = True,
-) -> None:
-    """Reads a source as Apple's compiler does, with the instantiations that an entry asks for.
+def check_source(
+    source: Source, offer: kernels.Offer, language: int = 0, instantiate: bool = False, werror: bool = False
+) -> list[str]:
+    """Reads a source as Apple's compiler does, and gives its warnings.
 
-    literals: the function constants that are set. language: 310 for Metal 3.1, 0 for the newest. extensions: accept
-    what is newer than C++14 where Apple's compiler warns of it and goes on.
+    language: 310 for Metal 3.1, 0 for the newest. instantiate: read each kernel that a template becomes as well.
+    werror: warnings are errors, as under -Werror.
 
     Raises:
-        CompileError: the findings, as the compiler's messages.
+        CompileError: what is wrong, as the compiler's messages.
     """
     language = language or NEWEST_LANGUAGE
-    told = [] if entry else [_message(source, f) for f in _of_syntax(source, language)]
+    told = [_message(source, finding) for finding in _of_syntax(source, language)]
+    entry = "".join(f"static auto vmps_{i} = {k.expression};\n" for i, k in enumerate(offer.kernels.values()))
+    findings, warnings, _ = _read(source, offer, {}, entry if instantiate else "", language)
+    told += findings
+    if werror:
+        told += (line.replace(": warning: ", ": error: ", 1) for line in warnings)
+    _raise(told)
+    return warnings
+
+
+def check_kernel(
+    source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str, language: int = 0
+) -> None:
+    """Reads what a kernel instantiates, and that the function constants it reads have values.
+
+    literals: the function constants that are set. entry: code that refers to the kernel.
+
+    Raises:
+        CompileError: as check_source.
+    """
+    findings, _, tree = _read(source, offer, literals, entry, language or NEWEST_LANGUAGE)
+    _raise([*findings, *_missing_constants(source, offer, literals, tree)])
+
+
+def _read(
+    source: Source, offer: kernels.Offer, literals: Mapping[str, str], entry: str, language: int
+) -> tuple[list[str], list[str], strict_ast.Tree]:
+    """Errors, warnings, and the tree."""
     edits = rewrite(source, offer, literals)
     text = edits.apply()
-    errors, warnings, tree = _clang(text.decode() + f'\n# 1 "{ENTRY}"\n{entry}\n')
-    if language < FIRST_WITH_CPLUSPLUS_17:
-        told += _newer_cplusplus(warnings, extensions)
+    errors, lines, root = _clang(text.decode() + f'\n# 1 "{ENTRY}"\n{entry}\n')
+    told, warnings = _newer_cplusplus(lines) if language < FIRST_WITH_CPLUSPLUS_17 else ([], [])
     if errors:
         raise CompileError("\n".join([*told[:SHOWN], errors]))
     spaces, kernel_names = member_spaces(source), strict_syntax.kernel_names(source)
     origin = edits.origins()
     tree = strict_ast.read(
-        tree,
+        root,
         len(text),
         lambda offset: spaces.get(origin(offset), frozenset()),
         lambda offset: origin(offset) in kernel_names,
         offer.function_constants,
     )
-    told += (_message(source, f, origin(f.offset)) for f in tree.findings)
-    if entry:
-        told += _missing_constants(source, offer, literals, tree)
+    return [*told, *(_message(source, f, origin(f.offset)) for f in tree.findings)], warnings, tree
+
+
+def _raise(told: list[str]) -> None:
+    """An instantiation repeats what its template has."""
     if told:
         raise CompileError("\n".join(list(dict.fromkeys(told))[:SHOWN]))
 
@@ -105,13 +128,20 @@ def _clang(code: str) -> tuple[str, list[str], dict]:
         sys.setrecursionlimit(limit)
 
 
-def _newer_cplusplus(warnings: list[str], extensions: bool) -> Iterator[str]:
-    for line in warnings:
+def _newer_cplusplus(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Errors and warnings about what is newer than C++14."""
+    errors, warnings = [], []
+    for line in lines:
         warning = _WARNING.match(line)
         if not warning or warning["place"].startswith(str(toolchain.HEADERS)):
             continue
-        if not extensions or any(what in warning["what"] for what in _REFUSED_IN_CPLUSPLUS_14):
-            yield f"{warning['place']}: error: {warning['what']}: {warning['since']}, and Metal 3 is C++14"
+        what, since = warning["what"], warning["since"]
+        if any(refused in what for refused in _REFUSED_IN_CPLUSPLUS_14):
+            errors.append(f"{warning['place']}: error: {what}: {since}, and Metal 3 is C++14")
+        else:
+            flag = f"-W{since.lower()}-extensions"
+            warnings.append(f"{warning['place']}: warning: {what}: a {since} extension, and Metal 3 is C++14 [{flag}]")
+    return errors, list(dict.fromkeys(warnings))
 
 
 def _missing_constants(

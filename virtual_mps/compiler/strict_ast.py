@@ -1,6 +1,6 @@
 """What clang converts without a word and Metal does not: the rules that need types, decided on clang's syntax tree.
 
-clang writes the tree as JSON. A place is printed only where it differs from the one before, so the tree is walked in the
+clang writes the tree as JSON. A file is named only where it differs from the one before, so the tree is walked in the
 order in which it is written.
 """
 
@@ -51,8 +51,12 @@ def read(
     is_kernel: Callable[[int], bool],
     constants: Collection[str],
 ) -> Tree:
-    """end: where our own text follows the source's. spaces_of_method: those that the member function whose name is at an
-    offset is written for. is_kernel: whether the function is whose name is at an offset. constants: function constants."""
+    """Applies the rules.
+
+    end: where our own text follows the source's. spaces_of_method: the address spaces of the objects that the member
+    function with its name at an offset is for. is_kernel: of the function with its name at an offset. constants: names
+    of the function constants.
+    """
     reader = _Reader(end, constants)
     reader.visit(root, {}, None)
     reader.member_calls(spaces_of_method)
@@ -103,6 +107,9 @@ class _Reader:
             self._cast(node, parent, place)
         elif place is not None and kind == "CompoundAssignOperator":
             self._compound_assignment(node, place)
+        elif place is not None and kind == "CXXParenListInitExpr":
+            error = f"no matching constructor for initialization of '{_spelled(node)}'"
+            self._find(place, error, "braces initialise a struct without constructors; parentheses are C++20")
         for child in node.get("inner", ()):
             if child:
                 self.visit(child, node, symbol)

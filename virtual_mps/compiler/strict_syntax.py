@@ -257,11 +257,9 @@ def _variables(source: Source, found: Captures) -> Iterator[Finding]:
         space = source.address_space(node)
         if scope is None:
             if space != b"constant":
-                yield Finding(
-                    names[0].start_byte,
-                    f"{'extern' if b'extern' in words else 'program scope'} variable must reside in constant address space",
-                    _CONSTANTS,
-                )
+                kind = "extern" if b"extern" in words else "program scope"
+                error = f"{kind} variable must reside in constant address space"
+                yield Finding(names[0].start_byte, error, _CONSTANTS)
             continue
         if b"static" in words and space != b"constant":
             yield Finding(names[0].start_byte, "variables in function scope cannot be declared static")
