@@ -15,7 +15,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt
 VIRTUAL_MPS ?= $(if $(filter Linux,$(shell uname -s)),1,0)
 VIRTUAL := $(filter-out 0,$(VIRTUAL_MPS))
 
-.PHONY: setup finetune test lint format benchmark clean
+.PHONY: setup finetune test mutants lint format benchmark clean
 
 setup: $(BUILT)
 
@@ -43,6 +43,12 @@ finetune: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# What the tests of the shaders do not notice; SHADER=rms_norm for one of them.
+SHADERS = $(if $(SHADER),shaders/$(SHADER).metal,$(wildcard shaders/*.metal))
+mutants: setup
+	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml $(SHADERS) \
+	-- pytest $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

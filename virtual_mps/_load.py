@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import virtual_mps
+
 from . import EnvironmentProblem, _build, _environment
 from .compiler import CompileError, build_runtime
 
@@ -18,6 +20,8 @@ def load() -> ModuleType:
     _environment.check_torch()
     import torch
 
+    if virtual_mps._native is not None:  # VIRTUAL_MPS=1, and this was the process's first import of torch
+        return virtual_mps._native
     if torch._C._has_mps:
         raise EnvironmentProblem("virtual_mps: this PyTorch has an mps device of its own")
     built = _build.native()

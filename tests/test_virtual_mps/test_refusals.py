@@ -1,7 +1,7 @@
 """Programs that Apple's compiler refuses, each with a twin that is accepted and differs in nothing but the fault.
 
-The sources of the rules: the Metal Shading Language specification 3.2 (its section in brackets) and, where it is silent,
-what Apple's compiler is reported to say. The messages keep its words where they are known.
+The sources of the rules: the Metal Shading Language specification 3.2 (its section in brackets) and, where that is
+silent, what Apple's compiler is reported to say. The messages keep its words where they are known.
 """
 
 import dataclasses

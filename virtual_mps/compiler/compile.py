@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import cache, constants, flops, instrument, kernels, runtime, strict, toolchain
+from . import cache, constants, flops, instrument, kernels, mutation, runtime, strict, toolchain
 from .messages import ENTRY, readable
 from .preprocess import preprocess
 from .rewrite import rewrite
@@ -34,6 +34,25 @@ def compile_library(text: str, directory: Path, options: Options, preprocessed: 
     """Reads a source, checks that it compiles, and writes its library folder."""
     if not preprocessed:
         text = preprocess(text, options.defines, language=options.language, fast_math=options.fast_math)
+    if mutant := mutation.active():
+        original = _original(directory)
+        if not original.exists():
+            _write_library(text, original, options)
+        mutated = mutation.apply(text, mutant)
+        if mutated is None:
+            directory.symlink_to(original)
+        else:
+            _write_library(mutated, directory, options)
+    else:
+        _write_library(text, directory, options)
+
+
+def _original(directory: Path) -> Path:
+    """Of a mutant's library folder, that of the library as it is."""
+    return directory.with_name(directory.name.partition(".")[0])
+
+
+def _write_library(text: str, directory: Path, options: Options) -> None:
     source = Source(text)
     offer = kernels.read(source)
     strict.check_source(source, offer, options.language)
@@ -63,6 +82,14 @@ def compile_kernel(
     kernel = offer.kernels.get(name)
     if kernel is None:
         raise CompileError(_no_such_kernel(name, offer))
+    mutant = mutation.active()
+    if mutant and kernel.function not in mutation.kernels_that_reach(source, mutant.function):
+        same = _original(directory) / output.name
+        if not directory.is_symlink():
+            if not same.exists():
+                compile_kernel(same.parent, name, values, same, instrumented)
+            output.symlink_to(same)
+            return
     literals = _constant_literals(offer, values)
     code = _translation_unit(source, offer, literals, _entry(kernel))
     with cache.new_file(output) as scratch:

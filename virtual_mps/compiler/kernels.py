@@ -63,6 +63,7 @@ class Kernel:
     parameters: list[Parameter]
     max_threads: int
     location: str  # of its definition, or instantiation
+    function: str  # its name without scopes
     is_instance: bool  # of a template: types and calls in it are known only now
 
 
@@ -121,11 +122,20 @@ def read(source: Source) -> Offer:
     for node in found.get("instantiation", []):
         _read_instantiation(source, node, definitions, offer)
     for definition in (d for same_name in definitions.values() for d in same_name if not d.template_parameters):
-        name = definition.host_name or definition.qualified_name.rpartition("::")[2]
+        plain = definition.qualified_name.rpartition("::")[2]
+        name = definition.host_name or plain
         threads = _max_threads(source, definition.max_threads, {})
         _add(
             offer,
-            Kernel(name, f"&::{definition.qualified_name}", definition.parameters, threads, definition.location, False),
+            Kernel(
+                name,
+                f"&::{definition.qualified_name}",
+                definition.parameters,
+                threads,
+                definition.location,
+                plain,
+                False,
+            ),
         )
     return offer
 
@@ -260,7 +270,7 @@ def _read_instantiation(source: Source, node: Node, definitions: dict[str, list[
         expression = f"static_cast<void (*){types}>({expression})"
     threads = _max_threads(source, max_threads or definition.max_threads, names)
     location = source.location(node.start_byte)
-    _add(offer, Kernel(host_name, expression, definition.parameters, threads, location, True))
+    _add(offer, Kernel(host_name, expression, definition.parameters, threads, location, plain, True))
 
 
 def _add(offer: Offer, kernel: Kernel) -> None:

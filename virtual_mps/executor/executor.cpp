@@ -12,6 +12,7 @@
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,7 @@ struct vmps_kernel {
   // Made when it is needed: launches are observed always or never, as a rule.
   mutable std::mutex objects_mutex;
   mutable LoadedObject plain, instrumented;
+  mutable std::atomic<uint64_t> noted{0};  // the round of launches that it is noted in
 };
 
 namespace {
@@ -164,6 +166,26 @@ const LoadedObject& object_of(const vmps_kernel& kernel, bool instrumented) {
   return object;
 }
 
+// A mutant (see compiler/mutation.py) is a library of its own, beside the original.
+std::string mutant_suffix() {
+  const char* mutant = std::getenv("VIRTUAL_MPS_MUTANT");
+  if (!mutant || !*mutant) return "";
+  const std::string text = mutant;
+  return "." + text.substr(0, text.find(' '));
+}
+
+std::mutex launched_mutex;
+std::set<std::string> launched;  // since they were taken
+std::atomic<uint64_t> launched_round{1};
+
+void note_launch(const vmps_kernel& kernel) {
+  const uint64_t round = launched_round;
+  if (kernel.noted == round) return;
+  kernel.noted = round;
+  std::lock_guard<std::mutex> lock(launched_mutex);
+  launched.insert(kernel.library.string() + '\t' + kernel.name);
+}
+
 std::atomic<uint64_t> seed{0};
 
 std::string run(const vmps_kernel& kernel, const vmps_launch_args& args) {
@@ -205,7 +227,7 @@ vmps_library* vmps_library_create(const char* source,
     std::string flags;
     for (const std::string& argument : arguments) flags += argument + '\0';
     const std::string_view text(source, length);
-    const fs::path directory = fs::path(vmps::cache_directory()) / vmps::sha256({flags, text});
+    const fs::path directory = fs::path(vmps::cache_directory()) / (vmps::sha256({flags, text}) + mutant_suffix());
     const fs::path table = directory / "table.json";
     if (!fs::exists(table)) {
       vmps::ScratchSource scratch(text);
@@ -281,6 +303,15 @@ void vmps_set_check(int on) {
   }
 }
 
+char* vmps_take_launched(void) {
+  std::lock_guard<std::mutex> lock(launched_mutex);
+  std::string lines;
+  for (const std::string& line : launched) lines += line + '\n';
+  launched.clear();
+  launched_round++;
+  return strdup(lines.c_str());
+}
+
 void vmps_set_seed(uint64_t wanted) { seed = wanted; }
 
 int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** error) {
@@ -288,6 +319,7 @@ int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** 
     check_geometry(*kernel, *args);
     check_memory(*kernel, *args);
     vmps::catch_faults();
+    note_launch(*kernel);
     const std::string failure = run(*kernel, *args);
     if (!failure.empty()) throw Error("kernel '" + kernel->name + "', " + failure);
     return 0;

@@ -129,6 +129,9 @@ VMPS_API void vmps_set_check(int on);
 // Lanes and threadgroups run one after another in an order made from this number; 0: in the usual order, on all cores.
 VMPS_API void vmps_set_seed(uint64_t seed);
 
+// The kernels launched since the last call, each once: lines of library folder, tab, name. Free it with vmps_free.
+VMPS_API char* vmps_take_launched(void);
+
 // Runs the kernel to its end on the calling thread and the pool ($VIRTUAL_MPS_THREADS, default: one a core, at most
 // 16). Reads `args` only until it returns. Returns 0, or -1 for a geometry the kernel cannot run with and for errors
 // found while running, such as a barrier that not all threads of a threadgroup reach; the rest of the grid is then not
