@@ -27,8 +27,8 @@ LANGUAGE = {
     ".cpp": ["-x", "c++"],
 }
 FLAGS = ["-target", TARGET, "-std=c++20", "-O2", "-fPIC", "-Wall", "-Werror", "-fno-sized-deallocation"]
-FLAGS += ["-D_LIBCPP_HARDENING_MODE=_LIBCPP_HARDENING_MODE_NONE", "-D_LIBCPP_ABI_VERSION=1"]
-FLAGS += ["-D_LIBCPP_ABI_NAMESPACE=__1", "-D_LIBCPP_PSTL_BACKEND_SERIAL"]
+DEFINES = ["-D_LIBCPP_HARDENING_MODE=_LIBCPP_HARDENING_MODE_NONE", "-D_LIBCPP_ABI_VERSION=1"]
+DEFINES += ["-D_LIBCPP_ABI_NAMESPACE=__1", "-D_LIBCPP_PSTL_BACKEND_SERIAL"]
 EXTENSION_FLAGS = ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 
 # Exported or supplied on a Mac, though no library of the wheels asks for it by name.
@@ -71,7 +71,7 @@ def torch_flags(version: str) -> list[str]:
 
 
 def compile_object(source: Path, output: Path, flags: Sequence[str]) -> None:
-    command = [CLANG, *LANGUAGE[source.suffix], *FLAGS, *EXTENSION_FLAGS, *flags, "-c", str(source), "-o", str(output)]
+    command = [CLANG, *LANGUAGE[source.suffix], *FLAGS, *DEFINES, *EXTENSION_FLAGS, *flags, "-c", str(source), "-o", str(output)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{source.name} does not compile for a Mac:\n{result.stderr}"
 
@@ -81,9 +81,13 @@ def _nm(*arguments: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _imports(library: Path) -> list[tuple[str, str]]:
+def imports(library: Path) -> list[tuple[str, str]]:
     """(name, library that it comes from) of each symbol that a linked library imports."""
     return re.findall(r" external (\S+) \(from ([^)]+)\)$", _nm("-m", "-u", library), re.MULTILINE)
+
+
+def exports(library: Path) -> set[str]:
+    return set(_nm("-g", "-U", "-j", library).replace("\n_", "\n").removeprefix("_").split())
 
 
 @cache
@@ -95,7 +99,7 @@ def exported(torch_version: str) -> dict[str, frozenset[str]]:
     ]
     found: dict[str, set[str]] = {name: set(symbols) for name, symbols in ALSO_EXPORTED.items()}
     for library in libraries:
-        for symbol, origin in _imports(library):
+        for symbol, origin in imports(library):
             found.setdefault(origin, set()).add(symbol)
     # Apple's C++ binding looks these classes up by name.
     bindings = wheels.unpacked("mlx-metal==0.32.4") / "mlx/include/metal_cpp"

@@ -60,6 +60,11 @@ WHEELS = {
             ("Foundation/*", "CoreFoundation/*"),
         ),
         Wheel(
+            "pyobjc-framework-MetalPerformanceShaders==12.2.2",
+            "31178f26ad7f34b57dbdfc891a47aa84ffd082b0030a388a31499fe6e1cd92e4",
+            ("MetalPerformanceShaders/*",),
+        ),
+        Wheel(
             "pyobjc-core==13.0",
             "4627348cb31c8deb2bb94702d9bcaa74869f4fef9559fd134416a6a4ca42006e",
             ("objc/*.so",),

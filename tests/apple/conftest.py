@@ -1,0 +1,55 @@
+"""What these tests share. They need packages of LLVM and wheels from the package index: `make check-apple` sees to it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import stand_in, wheels
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    if sys.platform != "linux":
+        pytest.skip("on a Mac, Apple's own tools check all this")
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
+    """A test that needs a wheel which cannot be had is skipped, with what could not be reached."""
+    try:
+        return (yield)
+    except wheels.Unreachable as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Iterator[object]:
+    try:
+        return (yield)
+    except wheels.Unreachable as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="session")
+def frameworks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The headers of Apple's frameworks, as the stand-in declares them."""
+    return stand_in.copy_frameworks(tmp_path_factory.mktemp("frameworks"))
+
+
+@pytest.fixture
+def planted(frameworks: Path, tmp_path: Path) -> Path:
+    """A copy of the headers, to plant a fault in."""
+    return Path(shutil.copytree(frameworks, tmp_path / "frameworks"))
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    """Plants a fault: what is replaced must be there once, so that a test notices when the file has changed."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} has {old!r} {text.count(old)} times"
+    path.write_text(text.replace(old, new))
