@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import stand_in, wheels
+from . import recording, stand_in, wheels
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,3 +53,11 @@ def replace(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert text.count(old) == 1, f"{path.name} has {old!r} {text.count(old)} times"
     path.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[recording.Launch]:
+    """Every launch that csrc was seen to ask for."""
+    folder = tmp_path_factory.mktemp("recording")
+    sources = sorted(recording.copy_sources(folder).glob("*.mm"))
+    return recording.record(stand_in.build_library(sources, folder), folder / "launches")

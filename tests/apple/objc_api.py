@@ -128,7 +128,7 @@ _FRAMEWORK_STUBS = {
 }
 
 
-def _parse(text: str, language: str, flags: Sequence[str]) -> Cursor:
+def parse(text: str, language: str, flags: Sequence[str]) -> Cursor:
     arguments = ["-x", language, "-target", cross.TARGET, "-std=c++20", "-fblocks", *cross.DEFINES, *flags]
     unit = Index.create().parse("input.mm", arguments, unsaved_files=[("input.mm", text)])
     errors = [f"{d.location.file}:{d.location.line}: {d.spelling}" for d in unit.diagnostics if d.severity >= Diagnostic.Error]
@@ -141,7 +141,7 @@ def declared(frameworks: Path, headers: Sequence[str], prefixes: tuple[str, ...]
     text = "".join(f"#import <{header}>\n" for header in headers)
     api, root = Api(), str(frameworks)
     interfaces = (CursorKind.OBJC_INTERFACE_DECL, CursorKind.OBJC_PROTOCOL_DECL, CursorKind.OBJC_CATEGORY_DECL)
-    for node in _declarations(_parse(text, "objective-c++", cross.system_flags(frameworks))):
+    for node in _declarations(parse(text, "objective-c++", cross.system_flags(frameworks))):
         if node.location.file is None or not node.location.file.name.startswith(root):
             continue
         if node.kind in interfaces:
@@ -221,7 +221,7 @@ def _read_metal_cpp(api: Api) -> None:
             (Path(stubs) / name).parent.mkdir(exist_ok=True)
             (Path(stubs) / name).write_text(text)
         text = "#include <Foundation/Foundation.hpp>\n#include <Metal/Metal.hpp>\n"
-        root = _parse(text, "c++", ["-I", str(include), *cross.system_flags(Path(stubs))])
+        root = parse(text, "c++", ["-I", str(include), *cross.system_flags(Path(stubs))])
         for node in _declarations(root):
             if node.location.file is None or node.location.file.name not in texts:
                 continue
