@@ -32,7 +32,7 @@ def make_shaders(folder: Path) -> None:
     folder.mkdir(parents=True)
     for source in sorted(SHADERS.glob("*.metal")):
         (folder / source.name).write_text(joined(source, set()), encoding="utf-8")
-        if sys.platform == "darwin" and subprocess.run(["xcrun", "-f", "metal"], capture_output=True).returncode == 0:
+        if shutil.which("xcrun") and subprocess.run(["xcrun", "-f", "metal"], capture_output=True).returncode == 0:
             compiler = ["xcrun", "metal", "-std=metal3.1", "-fno-fast-math", "-mmacosx-version-min=14.0"]
             target = folder / f"{source.stem}.metallib"
             subprocess.run([*compiler, str(source), "-o", str(target)], check=True)
