@@ -15,7 +15,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt
 VIRTUAL_MPS ?= $(if $(filter Linux,$(shell uname -s)),1,0)
 VIRTUAL := $(filter-out 0,$(VIRTUAL_MPS))
 
-.PHONY: setup finetune test mutants lint format benchmark clean
+.PHONY: setup finetune test check-apple check-versions mutants lint format benchmark clean
 
 setup: $(BUILT)
 
@@ -50,7 +50,20 @@ mutants: setup
 	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml $(SHADERS) \
 	-- pytest $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
 
+# Everything short of a Mac that can be checked against what Apple's tools made: tests/apple, docs/fidelity.md. Linux only.
+LLVM := virtual_mps/install_packages.sh $(PYTHON) lld-19:ld64.lld-19 llvm-19:llvm-nm-19
+
+check-apple: setup
+	$(LLVM)
+	$(BIN)/python -m pytest tests/apple -m "not versions" -n auto --dist loadfile $(ARGS)
+
+# The other releases of PyTorch, each in an environment of its own: gigabytes of downloads, so one after another.
+check-versions: setup
+	$(LLVM)
+	$(BIN)/python -m pytest tests/apple -m versions $(ARGS)
+
 lint: setup
+	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@$(BIN)/clang-format --dry-run --Werror $(NATIVE)

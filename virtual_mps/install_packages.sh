@@ -1,9 +1,11 @@
 #!/bin/sh
-# Installs the Debian and Ubuntu packages that virtual_mps needs and this machine lacks, for the given Python:
-# install_packages.sh [PYTHON]. Where it cannot, it names the command and fails.
+# Installs the Debian and Ubuntu packages that virtual_mps needs and this machine lacks, for the given Python, and others
+# by name, each with a command that tells whether it is there: install_packages.sh [PYTHON [PACKAGE:COMMAND]...]. Where it
+# cannot, it names the command and fails.
 set -eu
 
 python=${1:-python3}
+[ $# = 0 ] || shift
 version=$("$python" -c 'import sys; print(f"python{sys.version_info[0]}.{sys.version_info[1]}")')
 headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 
@@ -21,6 +23,9 @@ need "$version-dev" test -e "$headers/Python.h"
 need "$version-venv" "$python" -c 'import ensurepip'
 # Lanes change stacks by hand-written code on x86-64, and by Boost.Context elsewhere.
 [ "$(uname -m)" = x86_64 ] || need libboost-context-dev ls /usr/include/boost/context/detail/fcontext.hpp
+for other in "$@"; do
+  need "${other%%:*}" command -v "${other#*:}"
+done
 
 [ -n "$missing" ] || exit 0
 

@@ -58,9 +58,6 @@ def _launch(launch: Launch, kernel: Kernel, library: Library) -> Iterable[str]:
             yield f"function constant {i} is set, and the shader has none of that index"
         elif by_index[i][1] != "bool":
             yield f"function constant {i} is set to a bool, {by_index[i][0]} is a {by_index[i][1]}"
-    for name in sorted(kernel.constants):
-        if library.constants[name][0] >= len(launch.constants):
-            yield f"function constant {library.constants[name][0]}, {name}, is not set"
     if launch.threads > kernel.max_threads:
         yield f"{launch.threads} threads, it takes {kernel.max_threads}"
     if bool(launch.threadgroup_bytes) != bool(kernel.threadgroup_slots):

@@ -31,7 +31,6 @@ class Kernel:
     slots: dict[int, Slot]
     threadgroup_slots: tuple[int, ...]
     max_threads: int
-    constants: frozenset[str]  # names of those that its code may read
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ def read(path: Path) -> Library:
             slots,
             tuple(p.index for p in kernel.parameters if p.kind == "threadgroup"),
             kernel.max_threads,
-            frozenset(source.constants_of(kernel)),
         )
     constants = {c.name: (c.index, c.type) for c in source.constants}
     return Library(path.stem, kernels, constants, structs)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import virtual_mps
 from torch.utils import cpp_extension
-from virtual_mps.compiler import compile, kernels, toolchain
+from virtual_mps.compiler import CompileError, compile, kernels, runtime, strict, toolchain
 from virtual_mps.compiler.preprocess import preprocess
-from virtual_mps.compiler.source import Source, captures, query
+from virtual_mps.compiler.rewrite import rewrite
+from virtual_mps.compiler.source import Source
 from virtual_mps.cpp_extension import compile_flags, link_flags
+
+__all__ = ["CompileError", "Shader", "build_library", "copy_frameworks", "read_shader"]
 
 INCLUDE = Path(virtual_mps.__file__).resolve().parent / "include"
 LANGUAGE = 310  # Metal 3.1, which csrc asks for
@@ -82,31 +86,62 @@ class Shader:
         """The C++ that it becomes, with `entry` behind it."""
         return compile._translation_unit(self.source, self.offer, {}, entry)
 
-    def constants_of(self, kernel: kernels.Kernel) -> set[str]:
-        """Function constants that the code of a kernel may read: it names them, or names a function that may."""
-        found = captures(_FUNCTIONS, self.source.root)
-        words: dict[str, set[str]] = {}
-        for node in found.get("function", []):
-            body = node.child_by_field_name("body")
-            name = node.child_by_field_name("declarator")
-            while name.child_by_field_name("declarator"):
-                name = name.child_by_field_name("declarator")
-            inside = captures(_WORDS, body).get("word", []) if body else []
-            own = self.source.of(name).decode().rpartition("::")[2]
-            words.setdefault(own, set()).update(self.source.of(w).decode() for w in inside)
-        reached, pending = set(), re.findall(r"\w+", kernel.expression)
-        while pending:
-            name = pending.pop()
-            if name not in reached:
-                reached.add(name)
-                pending += words.get(name, ())
-        return reached & set(self.offer.function_constants)
+    def check(self, constants: Mapping[str, bool], entry: str = "") -> None:
+        """Reads it as Apple's compiler does, with what the entry instantiates, as the C++14 that Metal 3 is.
 
+        Raises:
+            CompileError: what Apple's compiler would say.
+        """
+        literals = {name: str(value).lower() for name, value in constants.items()}
+        strict.check(self.source, self.offer, literals, entry, LANGUAGE, extensions=False)
 
-_FUNCTIONS = query("(function_definition) @function")
-_WORDS = query("[(identifier) (type_identifier) (field_identifier)] @word")
+    def syntax_tree(self, entry: str) -> dict:
+        """clang's, of the source and the entry; what the headers of Metal declare is not in it."""
+        text = rewrite(self.source, self.offer, {}).apply().decode()
+        command = [toolchain.clang(), *self.flags, "-include-pch", str(runtime.build_headers()), "-Wno-everything"]
+        result = toolchain.run(
+            [*command, "-fsyntax-only", "-Xclang", "-ast-dump=json", "-"], input=f"{text}\n{entry}\n"
+        )
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
 
 
 def read_shader(path: Path) -> Shader:
     source = Source(preprocess(path, language=LANGUAGE))
     return Shader(source, kernels.read(source))
+
+
+# What the stand-in's compiler writes into a source, and what INFINITY and NAN are there.
+_OWN_FUNCTIONS = {"value", "cast", "get", "__builtin_inff", "__builtin_nanf"}
+
+
+def library_functions(tree: dict) -> set[tuple[str, str]]:
+    """(name, type of the first argument) of each function of Metal's library that the source's own functions call.
+
+    tree: of `Shader.syntax_tree`. Operators are not functions here.
+    """
+    declared, used = set(), {}
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        declared.add(node.get("id"))
+        reference = node.get("referencedDecl") if node.get("kind") == "DeclRefExpr" else None
+        if reference and reference["kind"] == "FunctionDecl":
+            used[reference["id"]] = (reference["name"], reference["type"])
+        pending += (child for child in node.get("inner", ()) if child)
+    found = set()
+    for identity, (name, kind) in used.items():
+        if identity not in declared and name not in _OWN_FUNCTIONS and not name.startswith("operator"):
+            signature = kind.get("desugaredQualType", kind["qualType"])
+            found.add((name, _first_parameter(signature)))
+    return found
+
+
+def _first_parameter(signature: str) -> str:
+    """`vec<float, 4>` of `float (vec<float, 4>, float)`."""
+    parameters, depth = signature.partition("(")[2].rpartition(")")[0], 0
+    for i, character in enumerate(parameters):
+        depth += {"<": 1, ">": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            return parameters[:i]
+    return parameters

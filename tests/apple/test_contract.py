@@ -78,7 +78,7 @@ IN_SHADERS = {
     "the index of a function constant": (
         "wants_dweight [[function_constant(4)]]",
         "wants_dweight [[function_constant(5)]]",
-        "function constant 5, wants_dweight, is not set",
+        "function constant 4 is set, and the shader has none of that index",
     ),
     "the type of a function constant": (
         "constant bool vectorized [[function_constant(2)]]",

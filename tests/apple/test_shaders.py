@@ -1,0 +1,99 @@
+"""Every shader as Apple's compiler reads it, for every kernel and every set of function constants that csrc asks for; and
+no function of Metal's library that is not known to be there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from . import air, recording, stand_in
+from .conftest import replace
+
+ROOT = Path(__file__).resolve().parents[2]
+SHADERS = sorted((ROOT / "shaders").glob("*.metal"))
+
+
+def instantiate(shader: stand_in.Shader, names: set[str] | None = None) -> str:
+    """C++ that asks for the kernels of these names, or for all."""
+    wanted = [kernel for kernel in shader.kernels if names is None or kernel.name in names]
+    return "\n".join(f"auto metalk_kernel_{i} = {kernel.expression};" for i, kernel in enumerate(wanted))
+
+
+def by_constants(shader: stand_in.Shader, asked: list[recording.Launch]) -> dict[tuple[bool, ...], set[str]]:
+    """Set of function constants -> the kernels that csrc asks for with them."""
+    found: dict[tuple[bool, ...], set[str]] = {}
+    for launch in asked:
+        found.setdefault(launch.constants, set()).add(launch.kernel)
+    return found
+
+
+@pytest.mark.parametrize("path", SHADERS, ids=lambda path: path.stem)
+def test_apples_compiler_has_no_objection(path: Path, recorded: list[recording.Launch]) -> None:
+    shader = stand_in.read_shader(path)
+    shader.check({})
+    names = {constant.index: constant.name for constant in shader.constants}
+    checked = set()
+    for values, kernels in by_constants(shader, [a for a in recorded if a.library == path.stem]).items():
+        constants = {names[i]: value for i, value in enumerate(values)}
+        shader.check(constants, instantiate(shader, kernels))
+        checked |= kernels
+    assert checked == {kernel.name for kernel in shader.kernels}
+
+
+def unknown_functions(path: Path) -> list[str]:
+    shader = stand_in.read_shader(path)
+    used = stand_in.library_functions(shader.syntax_tree(instantiate(shader)))
+    assert used, "every kernel uses some function of Metal's library"
+    return sorted(f"{name}({argument})" for name, argument in used if air.proof(name, argument) is None)
+
+
+@pytest.mark.parametrize("path", SHADERS, ids=lambda path: path.stem)
+def test_functions_are_known_to_be_there(path: Path) -> None:
+    assert unknown_functions(path) == []
+
+
+def test_intrinsics_are_in_libraries_that_apples_compiler_made() -> None:
+    found = set().union(*map(air.intrinsics, air.libraries()))
+    assert found == air.listed()
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "shaders", tmp_path / "shaders"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("dweight[column] = W(sum);", "double precise_sum = sum;\n  dweight[column] = W(precise_sum);", "double"),
+        ("dweight[column] = W(sum);", "if constexpr (sizeof(W) == 4) {\n  dweight[column] = W(sum);\n}", "constexpr"),
+        ("dweight[column] = W(sum);", "device W* to = dweight;\n  to[column] = sum;", "no implicit conversion"),
+        ("  float sum = 0.0f;\n  for (uint group", "  static float sum;\n  for (uint group", "static"),
+    ],
+    ids=["double", "C++17", "a conversion to bfloat", "a static variable"],
+)
+def test_finds_what_apples_compiler_refuses(old: str, new: str, expected: str, planted: Path) -> None:
+    replace(planted / "rms_norm.metal", old, new)
+    with pytest.raises(stand_in.CompileError, match=expected):
+        shader = stand_in.read_shader(planted / "rms_norm.metal")
+        shader.check({})
+        shader.check({constant.name: True for constant in shader.constants}, instantiate(shader))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("ulong total = simd_sum(ulong(columns));\n  dweight[column] = W(float(total));", "simd_sum(ulong)"),
+        ("dweight[column] = W(float(metal::exp(bfloat(sum))));", "exp(bfloat)"),
+    ],
+    ids=["a 64-bit simd reduction", "exp of bfloat"],
+)
+def test_finds_a_function_that_metal_has_not(body: str, expected: str, planted: Path) -> None:
+    replace(planted / "rms_norm.metal", "dweight[column] = W(sum);", body)
+    try:
+        found = unknown_functions(planted / "rms_norm.metal")
+    except (AssertionError, stand_in.CompileError) as refused:  # the stand-in may lack the function as well
+        found = [str(refused)]
+    assert expected in found or expected.split("(")[0] in found[0]
