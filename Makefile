@@ -74,7 +74,7 @@ format: setup
 	$(BIN)/clang-format -i $(NATIVE)
 
 # Metal's standard headers have no suffix.
-NATIVE = $(shell find csrc shaders virtual_mps -name '*.h' -o -name '*.cpp' -o -name '*.mm' -o -name '*.metal' \
+NATIVE = $(shell find csrc shaders virtual_mps tests/apple -name '*.h' -o -name '*.cpp' -o -name '*.mm' -o -name '*.metal' \
                  -o -path '*/include/metal/metal_*')
 
 benchmark: setup

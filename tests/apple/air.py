@@ -104,7 +104,7 @@ def specified() -> dict[tuple[str, str], str]:
 
 
 def proof(function: str, argument: str) -> str | None:
-    """What proves that Metal has `function` for a first argument of this type, as clang spells it; None if nothing does."""
+    """What proves that Metal has `function` for a first argument of this type, as clang spells it."""
     element = _ELEMENT.match(argument)
     element = element[1] if element else ""
     name = _WITH_FLOAT.get(function, function) if element in ("float", "half") else function

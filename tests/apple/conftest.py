@@ -1,4 +1,4 @@
-"""What these tests share. They need packages of LLVM and wheels from the package index: `make check-apple` sees to it."""
+"""What these tests share. They need tools of LLVM, which `make check-apple` installs, and a package index."""
 
 from __future__ import annotations
 

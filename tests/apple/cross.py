@@ -71,7 +71,18 @@ def torch_flags(version: str) -> list[str]:
 
 
 def compile_object(source: Path, output: Path, flags: Sequence[str]) -> None:
-    command = [CLANG, *LANGUAGE[source.suffix], *FLAGS, *DEFINES, *EXTENSION_FLAGS, *flags, "-c", str(source), "-o", str(output)]
+    command = [
+        CLANG,
+        *LANGUAGE[source.suffix],
+        *FLAGS,
+        *DEFINES,
+        *EXTENSION_FLAGS,
+        *flags,
+        "-c",
+        str(source),
+        "-o",
+        str(output),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{source.name} does not compile for a Mac:\n{result.stderr}"
 

@@ -1,8 +1,8 @@
 """Objective-C interfaces as data: what headers declare, and what Apple's frameworks have by Apple's own account.
 
-Apple's account is metal-cpp, whose calls name a selector and C++ types for it; the protocols that Apple's clang compiled
-into PyObjC's libraries, with their type encodings; PyObjC's tables of enum values and constants, generated from the SDK;
-and the names of the selectors that code built against the SDK sends.
+Apple's account is metal-cpp, whose calls name a selector and C++ types for it; the protocols that Apple's clang put
+into PyObjC's libraries, with their type encodings; PyObjC's tables of enum values and constants, generated from the SDK; and
+the names of the selectors that code built against the SDK sends.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ _FRAMEWORK_STUBS = {
 def parse(text: str, language: str, flags: Sequence[str]) -> Cursor:
     arguments = ["-x", language, "-target", cross.TARGET, "-std=c++20", "-fblocks", *cross.DEFINES, *flags]
     unit = Index.create().parse("input.mm", arguments, unsaved_files=[("input.mm", text)])
-    errors = [f"{d.location.file}:{d.location.line}: {d.spelling}" for d in unit.diagnostics if d.severity >= Diagnostic.Error]
+    errors = [
+        f"{d.location.file}:{d.location.line}: {d.spelling}" for d in unit.diagnostics if d.severity >= Diagnostic.Error
+    ]
     assert not errors, "headers do not compile for a Mac:\n" + "\n".join(errors)
     return unit.cursor
 
@@ -151,14 +153,18 @@ def declared(frameworks: Path, headers: Sequence[str], prefixes: tuple[str, ...]
                     api.add(node.spelling, (sign, child.spelling), normalized(child.objc_type_encoding))
         elif node.kind == CursorKind.ENUM_DECL:
             api.enums.update({c.spelling: _value(c) for c in node.get_children() if c.spelling.startswith(prefixes)})
-        elif node.kind in (CursorKind.FUNCTION_DECL, CursorKind.VAR_DECL) and node.spelling.startswith(prefixes):
-            if not node.is_definition():  # an inline function of the header is its own
-                api.names.add(node.spelling)
+        elif node.kind in (CursorKind.FUNCTION_DECL, CursorKind.VAR_DECL) and not node.is_definition():
+            # What is defined, inline, is the header's own.
+            api.names.update({node.spelling} if node.spelling.startswith(prefixes) else ())
     return api
 
 
 def _value(constant: Cursor) -> int:
-    unsigned = constant.semantic_parent.enum_type.get_canonical().kind in (TypeKind.UINT, TypeKind.UCHAR, TypeKind.USHORT)
+    unsigned = constant.semantic_parent.enum_type.get_canonical().kind in (
+        TypeKind.UINT,
+        TypeKind.UCHAR,
+        TypeKind.USHORT,
+    )
     return constant.enum_value & 0xFFFFFFFF if unsigned else constant.enum_value
 
 
@@ -287,7 +293,9 @@ def _encoded(kind: Type) -> str:
             return "*"
         name = target.get_declaration()
         # A class of metal-cpp, or one of libdispatch's objects, which are Objective-C's where there is Objective-C.
-        if target.kind == TypeKind.RECORD and (name.kind == CursorKind.CLASS_DECL or name.spelling.startswith("dispatch_")):
+        if target.kind == TypeKind.RECORD and (
+            name.kind == CursorKind.CLASS_DECL or name.spelling.startswith("dispatch_")
+        ):
             return "@"
         return "^" + _encoded(target)
     if kind.kind == TypeKind.RECORD:

@@ -1,7 +1,7 @@
 """What csrc asks Metal for: every operator is called in every way that its tests know, and each launch written down.
 
-A copy of csrc is built for that, in which `dispatch` records in the place of encoding. As a program, in a process of its
-own: `python -m tests.apple.recording LIBRARY FILE [OPERATOR]`.
+A copy of csrc is built for that, in which `dispatch` records in the place of encoding. It runs in a process of its own:
+`python -m tests.apple.recording LIBRARY FILE [OPERATOR]`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def copy_sources(folder: Path) -> Path:
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     shutil.copytree(ROOT / "shaders", folder / "shaders")
     shutil.copy(Path(__file__).parent / "include/recorder.h", folder / "csrc")
-    _insert(folder / "csrc/metal.h", r"(?=namespace torch_metalk \{)", "#include \"recorder.h\"\n\n")
+    _insert(folder / "csrc/metal.h", r"(?=namespace torch_metalk \{)", '#include "recorder.h"\n\n')
     text = (folder / "csrc/metal.h").read_text()
     assert "sizeof(T)" in text, "metal.h takes the size of an argument in another way"
     (folder / "csrc/metal.h").write_text(text.replace("sizeof(T)", "recorder::size_of<T>()"))

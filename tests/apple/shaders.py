@@ -1,4 +1,4 @@
-"""What a shader offers: its kernels with the types of their slots, function constants, and how structs lie in memory."""
+"""What a shader offers: kernels with the types of their slots, function constants, and how structs lie in memory."""
 
 from __future__ import annotations
 

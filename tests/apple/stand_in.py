@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import virtual_mps
 from torch.utils import cpp_extension
+
+import virtual_mps
 from virtual_mps.compiler import CompileError, compile, kernels, runtime, strict, toolchain
 from virtual_mps.compiler.preprocess import preprocess
 from virtual_mps.compiler.rewrite import rewrite

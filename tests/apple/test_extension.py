@@ -1,5 +1,8 @@
-"""The extension for a Mac, as far as Linux can make it: compiled by clang for arm64-apple-macos14 against the headers of
-PyTorch's macOS wheel and the stand-in's Metal headers, every symbol found in what Apple's linker exports, and linked."""
+"""The extension for a Mac, as far as Linux can make it.
+
+clang compiles it for arm64-apple-macos14 against the headers of PyTorch's macOS wheel and the stand-in's Metal headers;
+LLVM's linker finds every symbol in what Apple's libraries are known to export.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +55,14 @@ def compile_one(tmp_path: Path, frameworks: Path, torch_version: str, body: str)
 
 
 MISSING = {
-    # Declared in PyTorch's header, and not exported by its library.
     "torch": (
         "#include <ATen/mps/MPSStream.h>\nnamespace at::mps { void endKernel(int); }\n"
         "void planted() { at::mps::endKernel(1); }",
         "__ZN2at3mps9endKernelEi",
     ),
     "Metal": (
-        '#import <Metal/Metal.h>\nextern "C" id MTLCreateDefaultDevice(void);\nid planted() { return MTLCreateDefaultDevice(); }',
+        '#import <Metal/Metal.h>\nextern "C" id MTLCreateDefaultDevice(void);\n'
+        "id planted() { return MTLCreateDefaultDevice(); }",
         "_MTLCreateDefaultDevice",
     ),
     "a class": (

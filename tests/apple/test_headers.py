@@ -1,4 +1,4 @@
-"""The stand-in's Metal headers, and the Foundation that stands in here, against Apple's own account of its frameworks."""
+"""The stand-in's Metal headers, and the Foundation in this folder, against Apple's own account of its frameworks."""
 
 from __future__ import annotations
 

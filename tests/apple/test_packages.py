@@ -123,7 +123,11 @@ def test_wheel_without_an_extension_is_pure(sdist: Path, tmp_path: Path) -> None
 
 
 FAULTS = {
-    "a shader left out": ("recursive-include shaders *.h *.metal", "recursive-include shaders *.h", "-shaders/rms_norm.metal"),
+    "a shader left out": (
+        "recursive-include shaders *.h *.metal",
+        "recursive-include shaders *.h",
+        "-shaders/rms_norm.metal",
+    ),
     "tests taken along": ("prune tests", "graft tests", "+tests/operators.py"),
     "the stand-in taken along": ("prune tests", "prune tests\ngraft virtual_mps", "+virtual_mps/__init__.py"),
 }

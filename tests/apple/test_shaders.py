@@ -1,5 +1,7 @@
-"""Every shader as Apple's compiler reads it, for every kernel and every set of function constants that csrc asks for; and
-no function of Metal's library that is not known to be there."""
+"""Every shader as Apple's compiler reads it, for every kernel and every set of function constants that csrc asks for.
+
+And no function of Metal's library that is not known to be there.
+"""
 
 from __future__ import annotations
 

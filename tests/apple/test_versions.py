@@ -1,7 +1,7 @@
 """The other releases of PyTorch: `make check-versions`, on request, since each is a download of gigabytes.
 
-For a Mac the extension is compiled and linked against each release's macOS wheel. For Linux each release is installed in
-an environment of its own, with the stand-in and the extension built against it, and the operators' tests run there.
+For a Mac the extension is compiled and linked against each release's macOS wheel. For Linux each release is installed
+in an environment of its own, with the stand-in and the extension built against it, and the operators' tests run there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def test_runs_on_linux(version: str, tmp_path: Path) -> None:
     assert version in run(str(python), "-m", "torch_metalk", "doctor")
     run(str(python), "-c", "import torch_metalk._extension as e; assert e.status.loaded, e.status.reason")
     # Programs get the device by VIRTUAL_MPS; tests bring it themselves.
-    tests = [str(file.relative_to(ROOT)) for file in (ROOT / "tests").glob("test_*.py") if "OpTests" in file.read_text()]
+    tests = [
+        str(file.relative_to(ROOT)) for file in (ROOT / "tests").glob("test_*.py") if "OpTests" in file.read_text()
+    ]
     chosen = "mps and (test_matches_float64 or test_any_layout or test_opcheck)"
     summary = run(str(python), "-m", "pytest", "-q", "-n", "2", "-k", chosen, *tests)
     summary += run(str(python), "-m", "pytest", "-q", "-n", "2", "tests/test_virtual_mps/test_metal_framework.py")

@@ -1,4 +1,4 @@
-// Takes the place of the GPU in a copy of csrc: writes down what `dispatch` is asked for. recording.py puts the calls in.
+// Takes the place of the GPU in a copy of csrc: writes down what `dispatch` is asked for. recording.py calls it.
 #pragma once
 
 #include <cxxabi.h>
