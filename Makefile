@@ -55,7 +55,7 @@ LLVM := virtual_mps/install_packages.sh $(PYTHON) lld-19:ld64.lld-19 llvm-19:llv
 
 check-apple: setup
 	$(LLVM)
-	$(BIN)/python -m pytest tests/apple -m "not versions" -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/apple -m "not versions" -n auto --dist loadgroup $(ARGS)
 
 # The other releases of PyTorch, each in an environment of its own: gigabytes of downloads, so one after another.
 check-versions: setup

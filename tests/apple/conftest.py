@@ -12,6 +12,15 @@ import pytest
 from . import recording, stand_in, wheels
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, what takes long to make is made by one worker."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            shared = "recorded" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("recorded" if shared else item.path.stem))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     if sys.platform != "linux":

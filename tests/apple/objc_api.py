@@ -1,8 +1,8 @@
 """Objective-C interfaces as data: what headers declare, and what Apple's frameworks have by Apple's own account.
 
 Apple's account is metal-cpp, whose calls name a selector and C++ types for it; the protocols that Apple's clang put
-into PyObjC's libraries, with their type encodings; PyObjC's tables of enum values and constants, generated from the SDK; and
-the names of the selectors that code built against the SDK sends.
+into PyObjC's libraries, with their type encodings; PyObjC's tables of enum values and constants, generated from the
+SDK; and the names of the selectors that code built against the SDK sends.
 """
 
 from __future__ import annotations

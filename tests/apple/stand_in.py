@@ -1,4 +1,4 @@
-"""The stand-in for Apple's frameworks, as these tests see it; nothing else in this folder names it."""
+"""The stand-in for Apple's frameworks, as these tests see it: no other module here imports it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from virtual_mps.compiler.rewrite import rewrite
 from virtual_mps.compiler.source import Source
 from virtual_mps.cpp_extension import compile_flags, link_flags
 
-__all__ = ["CompileError", "Shader", "build_library", "copy_frameworks", "read_shader"]
+__all__ = ["CompileError", "Shader", "build_library", "copy_frameworks", "library_functions", "read_shader"]
 
 INCLUDE = Path(virtual_mps.__file__).resolve().parent / "include"
 LANGUAGE = 310  # Metal 3.1, which csrc asks for
