@@ -50,8 +50,9 @@ mutants: setup
 	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml $(SHADERS) \
 	-- pytest $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
 
-# Everything short of a Mac that can be checked against what Apple's tools made: tests/apple, docs/fidelity.md. Linux only.
-LLVM := virtual_mps/install_packages.sh $(PYTHON) lld-19:ld64.lld-19 llvm-19:llvm-nm-19
+# Everything short of a Mac that can be checked against what Apple's tools made (tests/apple, docs/fidelity.md), on Linux.
+LLVM = $(if $(VIRTUAL),virtual_mps/install_packages.sh $(PYTHON) lld-19:ld64.lld-19 llvm-19:llvm-nm-19,\
+         $(error this check is for Linux, with virtual_mps))
 
 check-apple: setup
 	$(LLVM)

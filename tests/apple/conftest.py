@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    if sys.platform != "linux":
-        pytest.skip("on a Mac, Apple's own tools check all this")
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
     """A test that needs a wheel which cannot be had is skipped, with what could not be reached."""
     try:
         return (yield)
@@ -38,7 +30,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Iterator[object]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     except wheels.Unreachable as problem:

