@@ -48,7 +48,8 @@ def read(path: Path) -> Library:
     entry = "\n".join(
         f"using {name} = decltype({kernel.expression});" for name, kernel in zip(names, source.kernels, strict=True)
     )
-    unit = parse(source.translation_unit(entry), source.flags)
+    text = f'#include "{stand_in.METAL_LIBRARY}"\n{source.translation_unit(entry)}'
+    unit = parse(text, stand_in.READ_FLAGS)
     types = {n.spelling: n.underlying_typedef_type for n in unit.get_children() if n.kind == CursorKind.TYPE_ALIAS_DECL}
     kernels, structs = {}, {}
     for name, kernel in zip(names, source.kernels, strict=True):

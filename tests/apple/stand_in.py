@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.utils import cpp_extension
 
 import virtual_mps
-from virtual_mps.compiler import CompileError, compile, kernels, runtime, strict, toolchain
+from virtual_mps.compiler import CompileError, kernels, runtime, strict, toolchain
 from virtual_mps.compiler.preprocess import preprocess
 from virtual_mps.compiler.rewrite import rewrite
 from virtual_mps.compiler.source import Source
@@ -24,6 +24,9 @@ from virtual_mps.cpp_extension import compile_flags, link_flags
 __all__ = ["CompileError", "Shader", "build_library", "copy_frameworks", "library_functions", "read_shader"]
 
 INCLUDE = Path(virtual_mps.__file__).resolve().parent / "include"
+# What makes clang read a shader, and the headers of Metal's library.
+READ_FLAGS = toolchain.read_flags()
+METAL_LIBRARY = "vmps/metal.h"
 LANGUAGE = 310  # Metal 3.1, which csrc asks for
 FRAMEWORKS = ("Metal", "MetalPerformanceShaders", "MetalPerformanceShadersGraph", "CoreFoundation")
 # Foundation is GNUstep's there, which does not compile for a Mac. A declaration of ours takes its place.
@@ -79,13 +82,9 @@ class Shader:
     def constants(self) -> list[kernels.FunctionConstant]:
         return list(self.offer.function_constants.values())
 
-    @property
-    def flags(self) -> list[str]:
-        return toolchain.read_flags()
-
     def translation_unit(self, entry: str) -> str:
-        """The C++ that it becomes, with `entry` behind it."""
-        return compile._translation_unit(self.source, self.offer, {}, entry)
+        """The C++ that it becomes, with `entry` behind it. It needs Metal's headers."""
+        return f"{rewrite(self.source, self.offer, {}).apply().decode()}\n{entry}\n"
 
     def check(self, constants: Mapping[str, bool], entry: str = "") -> None:
         """Reads it as Apple's compiler does, with what the entry instantiates, as the C++14 that Metal 3 is.
@@ -98,11 +97,9 @@ class Shader:
 
     def syntax_tree(self, entry: str) -> dict:
         """clang's, of the source and the entry; what the headers of Metal declare is not in it."""
-        text = rewrite(self.source, self.offer, {}).apply().decode()
-        command = [toolchain.clang(), *self.flags, "-include-pch", str(runtime.build_headers()), "-Wno-everything"]
-        result = toolchain.run(
-            [*command, "-fsyntax-only", "-Xclang", "-ast-dump=json", "-"], input=f"{text}\n{entry}\n"
-        )
+        command = [toolchain.clang(), *READ_FLAGS, "-include-pch", str(runtime.build_headers()), "-Wno-everything"]
+        command += ["-fsyntax-only", "-Xclang", "-ast-dump=json", "-"]
+        result = toolchain.run(command, input=self.translation_unit(entry))
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 

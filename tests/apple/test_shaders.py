@@ -38,7 +38,7 @@ def test_apples_compiler_has_no_objection(path: Path, recorded: list[recording.L
     names = {constant.index: constant.name for constant in shader.constants}
     checked = set()
     for values, kernels in by_constants(shader, [a for a in recorded if a.library == path.stem]).items():
-        constants = {names[i]: value for i, value in enumerate(values)}
+        constants = {names[i]: value for i, value in enumerate(values) if i in names}
         shader.check(constants, instantiate(shader, kernels))
         checked |= kernels
     assert checked == {kernel.name for kernel in shader.kernels}
