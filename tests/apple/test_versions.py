@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,11 +26,18 @@ def test_links_for_a_mac(version: str, frameworks: Path, tmp_path: Path) -> None
     cross.link(compile_all(tmp_path, frameworks, version), tmp_path / "_C.so", version)
 
 
-def test_runs_on_linux(version: str, tmp_path: Path) -> None:
-    project = copy_project(tmp_path / "project")
-    python = tmp_path / "venv/bin/python"
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Gone after the test, unlike pytest's: PyTorch with CUDA has gigabytes."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def test_runs_on_linux(version: str, folder: Path) -> None:
+    project = copy_project(folder / "project")
+    python = folder / "venv/bin/python"
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull, "VIRTUAL_MPS": "1"}
-    environment |= {"VIRTUAL_MPS_CACHE": str(tmp_path / "cache"), "PYTHONWARNINGS": "ignore"}
+    environment |= {"VIRTUAL_MPS_CACHE": str(folder / "cache"), "PYTHONWARNINGS": "ignore"}
 
     def run(*command: str) -> str:
         result = subprocess.run(
@@ -41,7 +50,7 @@ def test_runs_on_linux(version: str, tmp_path: Path) -> None:
         # Not constrained to the tested versions of torch and of what depends on it.
         run(str(python), "-m", "pip", "install", "-q", "--no-cache-dir", *what)
 
-    run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
+    run(sys.executable, "-m", "venv", str(folder / "venv"))
     install(f"torch=={version}", "numpy", "setuptools>=77", "wheel", "ninja", "pytest", "pytest-xdist", "expecttest")
     install("hypothesis", "tree-sitter", "tree-sitter-cpp")
     install("--no-build-isolation", "--no-deps", "-e", "./virtual_mps")

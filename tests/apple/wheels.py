@@ -141,7 +141,7 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--python-version=3.11"]
     command += [f"--platform={platform}" for platform in wheel.platforms]
-    command += ["--retries=1", "--require-hashes", f"--dest={folder}", "-r", str(requirements)]
+    command += ["--no-cache-dir", "--retries=1", "--require-hashes", f"--dest={folder}", "-r", str(requirements)]
     # A machine's own constraints are about what it installs, and nothing is installed here.
     environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
