@@ -86,14 +86,18 @@ class Shader:
         """The C++ that it becomes, with `entry` behind it. It needs Metal's headers."""
         return f"{rewrite(self.source, self.offer, {}).apply().decode()}\n{entry}\n"
 
-    def check(self, constants: Mapping[str, bool], entry: str = "") -> None:
-        """Reads it as Apple's compiler does, with what the entry instantiates, as the C++14 that Metal 3 is.
+    def check(self) -> None:
+        """Reads it as Apple's compiler does under -Werror, with every kernel that a template becomes.
 
         Raises:
             CompileError: what Apple's compiler would say.
         """
+        strict.check_source(self.source, self.offer, LANGUAGE, instantiate=True, werror=True)
+
+    def check_kernels(self, constants: Mapping[str, bool], entry: str) -> None:
+        """Reads what the entry asks for, with these function constants and no others; raises as `check` does."""
         literals = {name: str(value).lower() for name, value in constants.items()}
-        strict.check(self.source, self.offer, literals, entry, LANGUAGE, extensions=False)
+        strict.check_kernel(self.source, self.offer, literals, entry, LANGUAGE)
 
     def syntax_tree(self, entry: str) -> dict:
         """clang's, of the source and the entry; what the headers of Metal declare is not in it."""

@@ -34,12 +34,12 @@ def by_constants(shader: stand_in.Shader, asked: list[recording.Launch]) -> dict
 @pytest.mark.parametrize("path", SHADERS, ids=lambda path: path.stem)
 def test_apples_compiler_has_no_objection(path: Path, recorded: list[recording.Launch]) -> None:
     shader = stand_in.read_shader(path)
-    shader.check({})
+    shader.check()
     names = {constant.index: constant.name for constant in shader.constants}
     checked = set()
     for values, kernels in by_constants(shader, [a for a in recorded if a.library == path.stem]).items():
         constants = {names[i]: value for i, value in enumerate(values) if i in names}
-        shader.check(constants, instantiate(shader, kernels))
+        shader.check_kernels(constants, instantiate(shader, kernels))
         checked |= kernels
     assert checked == {kernel.name for kernel in shader.kernels}
 
@@ -79,9 +79,14 @@ def planted(tmp_path: Path) -> Path:
 def test_finds_what_apples_compiler_refuses(old: str, new: str, expected: str, planted: Path) -> None:
     replace(planted / "rms_norm.metal", old, new)
     with pytest.raises(stand_in.CompileError, match=expected):
-        shader = stand_in.read_shader(planted / "rms_norm.metal")
-        shader.check({})
-        shader.check({constant.name: True for constant in shader.constants}, instantiate(shader))
+        stand_in.read_shader(planted / "rms_norm.metal").check()
+
+
+def test_finds_a_function_constant_that_csrc_does_not_set() -> None:
+    shader = stand_in.read_shader(ROOT / "shaders/rms_norm.metal")
+    with pytest.raises(stand_in.CompileError, match="function constant 'wants_dweight' at index 4 has no value"):
+        constants = {constant.name: True for constant in shader.constants if constant.index < 4}
+        shader.check_kernels(constants, instantiate(shader, {"rms_norm_backward_looped_half_half_half"}))
 
 
 @pytest.mark.parametrize(
