@@ -4,7 +4,7 @@ The result is a folder:
     _virtual_mps.so   the device and the Metal framework; a Python module
     module.o          to be linked into every library that is built from .mm files
     include/          the distribution's Objective-C headers, adapted (they are not ours to ship)
-    real_kernels.txt  the ops that have a kernel in PyTorch's MPS backend
+    real_kernels.KEY  the ops that have a kernel in PyTorch's MPS backend, one file for each of its dispatch keys
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import EnvironmentProblem, _environment
-from ._real_kernels import real_kernels
+from ._real_kernels import KEYS, real_kernels
 from .compiler import cache
 
 PACKAGE = Path(__file__).resolve().parent
@@ -105,7 +105,8 @@ def native() -> Path:
 
 def _build_into(folder: Path) -> None:
     _adapt_headers(folder / "include")
-    (folder / "real_kernels.txt").write_text("".join(f"{name}\n" for name in real_kernels()))
+    for key in KEYS:
+        (folder / f"real_kernels.{key}").write_text("".join(f"{name}\n" for name in real_kernels(key)))
     torch = torch_root()
     flags = [
         "-std=c++20",

@@ -12,6 +12,7 @@ from types import ModuleType
 import virtual_mps
 
 from . import EnvironmentProblem, _build, _environment
+from ._real_kernels import KEYS
 from .compiler import CompileError, build_runtime
 
 
@@ -33,7 +34,7 @@ def load() -> ModuleType:
     ctypes.CDLL(str(executor), mode=ctypes.RTLD_GLOBAL)
     native = _import_globally("_virtual_mps", built / "_virtual_mps.so")
     native.configure_executor(sys.executable, str(_build.PACKAGE.parent), "")
-    native.register_stock_ops((built / "real_kernels.txt").read_text().split())
+    native.register_stock_ops(*((built / f"real_kernels.{key}").read_text().split() for key in KEYS))
     _complete_torch(torch, native)
     atexit.register(_finish_autograd, torch, os.getpid())
     return native

@@ -4,6 +4,9 @@ import importlib.util
 import re
 from pathlib import Path
 
+# Of dense tensors, and of sparse ones (COO).
+KEYS = ("MPS", "SparseMPS")
+
 # Registered by hand in PyTorch's Objective-C++ sources (TORCH_LIBRARY_IMPL(aten, MPS, m)), so native_functions.yaml
 # does not know of them.
 REGISTERED_BY_HAND = (
@@ -20,17 +23,17 @@ _DELEGATE = re.compile(r"^  structured_delegate: (?P<name>[\w.]+)")
 _DISPATCH = re.compile(r"^    (?P<keys>[\w, ]+):")
 
 
-def real_kernels() -> list[str]:
-    """Names such as `add.Tensor`, sorted."""
+def real_kernels(key: str) -> list[str]:
+    """Names such as `add.Tensor`, sorted, for one of the dispatch keys."""
     torchgen = importlib.util.find_spec("torchgen")
     yaml = Path(torchgen.submodule_search_locations[0]) / "packaged/ATen/native/native_functions.yaml"
-    with_kernel, delegates, name = set(REGISTERED_BY_HAND), {}, None
+    with_kernel, delegates, name = set(REGISTERED_BY_HAND if key == "MPS" else ()), {}, None
     for line in yaml.read_text().splitlines():
         if found := _FUNCTION.match(line):
             name = found["name"]
         elif found := _DELEGATE.match(line):
             delegates[name] = found["name"]
-        elif (found := _DISPATCH.match(line)) and "MPS" in re.split(r",\s*", found["keys"]):
+        elif (found := _DISPATCH.match(line)) and key in re.split(r",\s*", found["keys"]):
             with_kernel.add(name)
     with_kernel |= {name for name, delegate in delegates.items() if delegate in with_kernel}
     return sorted(with_kernel)

@@ -13,6 +13,7 @@
 #include "generator.h"
 #include "host_view.h"
 #include "memory.h"
+#include "messages.h"
 #include "stream.h"
 
 namespace vmps {
@@ -117,6 +118,8 @@ void mark_written(const at::Tensor& tensor) {
 }
 
 void check_devices(const HostView& view, const Traits& traits) {
+  // On a Mac such a tensor can be moved to the device and back, and nothing can be computed with it.
+  TORCH_CHECK_TYPE(!view.has_complex128() || !view.host_arguments().empty(), kNoComplex128);
   if (!view.has_device_tensors() || traits.takes_mixed_devices || traits.takes_host_scalars_of_any_shape) return;
   for (auto& tensor : view.host_arguments())
     TORCH_CHECK(tensor.dim() == 0,
@@ -196,16 +199,20 @@ const Names& composites_to_run_whole() {
   return *names;
 }
 
-bool wants_kernel(const OperatorHandle& op, const std::string& name) {
-  if (op.hasKernelForDispatchKey(DispatchKey::MPS)) return false;
-  return op.hasKernelForDispatchKey(DispatchKey::CPU) || composites_to_run_whole().count(name);
+// Where the device's tensors are dispatched, and whose kernels serve them.
+struct Backend {
+  DispatchKey device, host;
+  Names real;
+  const Names& whole;
+};
+
+bool wants_kernel(const OperatorHandle& op, const std::string& name, const Backend& backend) {
+  if (op.hasKernelForDispatchKey(backend.device)) return false;
+  return op.hasKernelForDispatchKey(backend.host) || backend.whole.count(name);
 }
 
-}  // namespace
-
-void register_stock_ops(const std::vector<std::string>& real_kernels) {
-  const Names real(real_kernels.begin(), real_kernels.end());
-  static auto* library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::MPS, __FILE__, __LINE__);
+void register_for(const Backend& backend) {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", backend.device, __FILE__, __LINE__);
   constexpr size_t kNamespace = sizeof("aten::") - 1;
   for (auto& full : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!starts_with(full.name, "aten::")) continue;
@@ -213,11 +220,19 @@ void register_stock_ops(const std::vector<std::string>& real_kernels) {
     if (!op) continue;
     std::string name = full.name.substr(kNamespace);
     if (!full.overload_name.empty()) name += "." + full.overload_name;
-    const bool is_real = real.count(name) || composites_to_run_whole().count(name);
-    if (wants_kernel(*op, name))
+    const bool is_real = backend.real.count(name) || backend.whole.count(name);
+    if (wants_kernel(*op, name, backend))
       library->impl(name.c_str(),
                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<StockKernel>(*op, is_real)));
   }
+}
+
+}  // namespace
+
+void register_stock_ops(const std::vector<std::string>& dense, const std::vector<std::string>& sparse) {
+  static const Names no_names;
+  register_for({DispatchKey::MPS, DispatchKey::CPU, Names(dense.begin(), dense.end()), composites_to_run_whole()});
+  register_for({DispatchKey::SparseMPS, DispatchKey::SparseCPU, Names(sparse.begin(), sparse.end()), no_names});
 }
 
 uint64_t stock_op_calls() { return calls; }

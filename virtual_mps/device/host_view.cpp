@@ -1,6 +1,7 @@
 #include "host_view.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/ops/zeros.h>
 
 #include "memory.h"
@@ -30,6 +31,12 @@ void HostView::add(StoragePair pair) {
   device_storages_.add(pair.device.unsafeGetStorageImpl());
   host_storages_.add(pair.host.unsafeGetStorageImpl());
   storages_.push_back(std::move(pair));
+}
+
+void HostView::add(TensorPair pair) {
+  device_tensors_.add(pair.device.unsafeGetTensorImpl());
+  host_tensors_.add(pair.host.unsafeGetTensorImpl());
+  tensors_.push_back(std::move(pair));
 }
 
 c10::Storage HostView::to_host(const c10::Storage& device) {
@@ -64,7 +71,39 @@ at::Tensor tensor_like(const at::Tensor& model, c10::Storage storage, c10::Dispa
   return tensor;
 }
 
+at::SparseTensorImpl* sparse(const at::Tensor& tensor) {
+  return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+void assign(const at::Tensor& to,
+            const at::SparseTensorImpl& from,
+            const at::Tensor& indices,
+            const at::Tensor& values) {
+  sparse(to)->raw_resize_(from.sparse_dim(), from.dense_dim(), from.sizes());
+  sparse(to)->set_indices_and_values_unsafe(indices, values);
+  sparse(to)->set_coalesced(from.coalesced());
+}
+
+void check_layout(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::Layout::Strided || tensor.layout() == c10::Layout::Sparse,
+                              "virtual_mps has only strided and sparse (COO) tensors, got ", tensor.layout());
+}
+
 }  // namespace
+
+at::Tensor HostView::sparse_to_host(const at::Tensor& tensor) {
+  auto host =
+      at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(c10::DispatchKey::SparseCPU), tensor.dtype());
+  assign(host, *sparse(tensor), to_host(sparse(tensor)->indices()), to_host(sparse(tensor)->values()));
+  return host;
+}
+
+at::Tensor HostView::sparse_to_device(const at::Tensor& result) {
+  auto device =
+      at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(c10::DispatchKey::SparseMPS), result.dtype());
+  assign(device, *sparse(result), to_device(sparse(result)->indices()), to_device(sparse(result)->values()));
+  return device;
+}
 
 at::Tensor HostView::to_host(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
@@ -74,12 +113,11 @@ at::Tensor HostView::to_host(const at::Tensor& tensor) {
   }
   const int known = device_tensors_.find(tensor.unsafeGetTensorImpl());
   if (known >= 0) return tensors_[known].host;
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::Layout::Strided, "virtual_mps has only strided tensors, got ",
-                              tensor.layout());
-  at::Tensor host = tensor_like(tensor, to_host(tensor.storage()), c10::DispatchKey::CPU);
-  device_tensors_.add(tensor.unsafeGetTensorImpl());
-  host_tensors_.add(host.unsafeGetTensorImpl());
-  tensors_.push_back({tensor, host});
+  check_layout(tensor);
+  at::Tensor host = tensor.is_sparse() ? sparse_to_host(tensor)
+                                       : tensor_like(tensor, to_host(tensor.storage()), c10::DispatchKey::CPU);
+  add({tensor, host});
+  has_complex128_ |= tensor.scalar_type() == at::kComplexDouble;
   return host;
 }
 
@@ -95,6 +133,11 @@ void HostView::write_back() {
     pair.device.set_nbytes(pair.host.nbytes());
   }
   for (size_t i = 0; i < tensors_.size(); i++) {
+    if (tensors_[i].device.is_sparse()) {
+      const at::Tensor host = tensors_[i].host;
+      assign(tensors_[i].device, *sparse(host), to_device(sparse(host)->indices()), to_device(sparse(host)->values()));
+      continue;
+    }
     auto* device = tensors_[i].device.unsafeGetTensorImpl();
     auto* host = tensors_[i].host.unsafeGetTensorImpl();
     const c10::Storage storage = to_device(host->storage());
@@ -112,9 +155,10 @@ at::Tensor HostView::to_device(const at::Tensor& result) {
   if (known >= 0) return tensors_[known].device;
   for (auto& argument : host_arguments_)
     if (argument.unsafeGetTensorImpl() == result.unsafeGetTensorImpl()) return result;
-  TORCH_CHECK_NOT_IMPLEMENTED(result.layout() == c10::Layout::Strided, "virtual_mps has only strided tensors, got ",
-                              result.layout());
+  check_layout(result);
   TORCH_CHECK_TYPE(result.scalar_type() != at::kDouble, kNoFloat64);
+  TORCH_CHECK_TYPE(result.scalar_type() != at::kComplexDouble, kNoComplex128);
+  if (result.is_sparse()) return sparse_to_device(result);
   if (result._is_zerotensor()) return to_device(at::zeros(result.sizes(), result.options()));  // has no storage
   return tensor_like(result, to_device(result.storage()), c10::DispatchKey::MPS);
 }

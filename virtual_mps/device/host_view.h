@@ -8,7 +8,8 @@
 namespace vmps {
 
 // Each MPS storage gets one CPU storage, and each MPS tensor one CPU tensor, so that aliasing within the call survives.
-// Nothing is copied in either direction.
+// Nothing is copied in either direction. A sparse (COO) tensor has no storage: its indices and values are tensors that
+// do.
 class HostView {
  public:
   at::Tensor to_host(const at::Tensor& tensor);  // a CPU tensor passes through
@@ -19,6 +20,7 @@ class HostView {
   at::Tensor to_device(const at::Tensor& result);  // an argument that the op returns comes back as that very tensor
 
   bool has_device_tensors() const { return !tensors_.empty(); }
+  bool has_complex128() const { return has_complex128_; }
   c10::ArrayRef<at::Tensor> host_arguments() const { return host_arguments_; }
 
  private:
@@ -44,11 +46,15 @@ class HostView {
   };
 
   c10::Storage to_device(const c10::Storage& host);
+  at::Tensor sparse_to_host(const at::Tensor& tensor);
+  at::Tensor sparse_to_device(const at::Tensor& result);
   void add(StoragePair pair);
+  void add(TensorPair pair);
 
   c10::SmallVector<StoragePair, 8> storages_;
   c10::SmallVector<TensorPair, 8> tensors_;
   c10::SmallVector<at::Tensor, 4> host_arguments_;
+  bool has_complex128_ = false;  // on the device
   Index device_storages_, host_storages_, device_tensors_, host_tensors_;
 };
 
