@@ -101,6 +101,10 @@ def stock_op_calls() -> int:
 def _autoload() -> None:
     """What PyTorch's `torch.backends` entry point calls at the end of `import torch`."""
     if _is_set("VIRTUAL_MPS"):
+        if packages := os.environ.get("VIRTUAL_MPS_DARWIN"):
+            from . import _mac
+
+            _mac.tell(packages.split(","))
         activate()
 
 

@@ -1,8 +1,8 @@
 """Command line of virtual_mps.
 
 python -m virtual_mps build             builds the native half now instead of on first use
-python -m virtual_mps run SCRIPT ...    runs a script that was written for a Mac: the device is active, PyTorch's
-                                        cpp_extension takes .mm sources, and xcrun is on PATH
+python -m virtual_mps run SCRIPT ...    runs a script that was written for a Mac: the device is active, the script finds
+                                        itself on a Mac, setuptools builds .mm sources, and xcrun is on PATH
 python -m virtual_mps mutants SHADER -- pytest TESTS
                                         which small fault in a shader does no test notice?
 """
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from . import EnvironmentProblem, __version__, activate
+from ._mac import builtins_on_a_mac
 from .compiler import CompileError
 
 
@@ -35,7 +36,7 @@ def run(script: str, arguments: list[str]) -> None:
     cpp_extension.install()
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    runpy.run_path(script, run_name="__main__")
+    runpy.run_path(script, {"__builtins__": builtins_on_a_mac()}, run_name="__main__")
 
 
 def mutants(given: argparse.Namespace, tests: list[str]) -> int:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator
 
 import torch.utils.cpp_extension as torch_extension
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
 from torch.utils.cpp_extension import CppExtension, include_paths, library_paths
 
 from . import _build, _environment, activate
@@ -88,29 +90,49 @@ load = _just_in_time(torch_extension.load)
 load_inline = _just_in_time(torch_extension.load_inline)
 
 
+def _prepare(command: build_ext) -> None:
+    """Makes a `build_ext` command compile with clang, and for Apple's frameworks."""
+    for extension in command.extensions:
+        flags = extension.extra_compile_args
+        if isinstance(flags, dict):
+            flags["cxx"] = compile_flags(flags.get("cxx"))
+        else:
+            extension.extra_compile_args = compile_flags(flags)
+        extension.extra_link_args = link_flags(extension.extra_link_args)
+    command.compiler.src_extensions += [".mm"]
+    compiler = _environment.clang()
+    # Each of these is a command line of which the first word is the compiler.
+    for name in ("compiler_so", "compiler_cxx", "compiler_so_cxx"):
+        if words := getattr(command.compiler, name, None):
+            command.compiler.set_executable(name, [compiler, *words[1:]])
+
+
 class BuildExtension(torch_extension.BuildExtension):
     """The `build_ext` command for a setup.py that lists `.mm` files."""
 
     def build_extensions(self) -> None:
-        for extension in self.extensions:
-            flags = extension.extra_compile_args
-            if isinstance(flags, dict):
-                flags["cxx"] = compile_flags(flags.get("cxx"))
-            else:
-                extension.extra_compile_args = compile_flags(flags)
-            extension.extra_link_args = link_flags(extension.extra_link_args)
-        self.compiler.src_extensions += [".mm"]
         with _clang():
-            compiler = _environment.clang()
-            # Each of these is a command line of which the first word is the compiler.
-            for name in ("compiler_so", "compiler_cxx", "compiler_so_cxx"):
-                if command := getattr(self.compiler, name, None):
-                    self.compiler.set_executable(name, [compiler, *command[1:]])
+            _prepare(self)
             super().build_extensions()
 
 
 def install() -> None:
-    """Puts these in the place of PyTorch's own, for scripts that import from torch.utils.cpp_extension."""
+    """Puts these in the place of PyTorch's own, for scripts that import from torch.utils.cpp_extension.
+
+    A script with a `build_ext` command of its own, which owes PyTorch nothing, reaches setuptools' command in the end.
+    """
     torch_extension.BuildExtension = BuildExtension
     torch_extension.load = load
     torch_extension.load_inline = load_inline
+    plain = build_ext.build_extensions
+
+    def build_extensions(self: build_ext) -> None:
+        if not isinstance(self, BuildExtension) and any(_is_objective_cpp(e) for e in self.extensions):
+            _prepare(self)
+        plain(self)
+
+    build_ext.build_extensions = build_extensions
+
+
+def _is_objective_cpp(extension: Extension) -> bool:
+    return any(str(source).endswith(".mm") for source in extension.sources)

@@ -53,6 +53,62 @@ def test_setup_py_written_for_a_mac(project):
     assert result.stdout == "ran\n", result.stderr
 
 
+OWN_COMMAND = """
+import platform
+import sys
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from torch.utils.cpp_extension import include_paths, library_paths
+
+assert (sys.platform, platform.system(), platform.machine()) == ("darwin", "Darwin", "arm64")
+
+class ObjCppBuildExt(build_ext):
+    def build_extensions(self):
+        assert sys.platform == "darwin"
+        self.compiler.src_extensions.append(".mm")
+        for e in self.extensions:
+            e.include_dirs += include_paths()
+            e.library_dirs += library_paths()
+            e.libraries += ["c10", "torch", "torch_cpu", "torch_python"]
+        super().build_extensions()
+
+setup(
+    name="plain",
+    ext_modules=[Extension("plain", ["plain.mm"], extra_compile_args=["-std=c++20", "-O0"],
+                           extra_link_args=["-framework", "Metal", "-framework", "Foundation"])],
+    cmdclass={"build_ext": ObjCppBuildExt},
+)
+"""
+
+PLAIN = """
+#import <Metal/Metal.h>
+#include <torch/extension.h>
+PYBIND11_MODULE(plain, m) {
+  m.def("device", [] { return std::string([[MTLCreateSystemDefaultDevice() name] UTF8String]); });
+}
+"""
+
+
+def test_a_setup_py_with_a_build_command_of_its_own(mps, tmp_path):
+    (tmp_path / "setup.py").write_text(OWN_COMMAND)
+    (tmp_path / "plain.mm").write_text(PLAIN)
+    result = _run("-m", "virtual_mps", "run", "setup.py", "build_ext", "--inplace", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = _run("-c", "import torch, plain; print(plain.device())", cwd=tmp_path, VIRTUAL_MPS="1")
+    assert result.stdout.strip(), result.stderr
+
+
+def test_a_package_that_asks_for_a_mac(mps, tmp_path):
+    text = "import sys\nfrom platform import machine\n\ndef found():\n    import platform\n"
+    text += "    return sys.platform, platform.system(), machine(), sys.version_info.major\n"
+    for name in ("picky", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    code = "import torch, picky, other; print(picky.found(), other.found()[0])"
+    result = _run("-c", code, cwd=tmp_path, VIRTUAL_MPS="1", VIRTUAL_MPS_DARWIN="picky,third")
+    assert result.stdout == "('darwin', 'Darwin', 'arm64', 3) linux\n", result.stderr
+
+
 def test_without_the_device_the_import_fails_cleanly(project):
     result = _run("-c", "import torch, square_project", cwd=project)
     assert result.returncode == 1 and "ImportError" in result.stderr and "undefined symbol" in result.stderr
