@@ -66,7 +66,7 @@ RANDOM = set(
     """.split()
 )
 DRAWS = 128
-# Two samples of this size from one distribution have a Kolmogorov-Smirnov distance above this with a probability of 1e-6.
+# Two samples of this size from one distribution have a Kolmogorov-Smirnov distance above this once in a million times.
 MAX_DISTANCE = (-np.log(1e-6 / 2) / 2) ** 0.5 * (2 / DRAWS) ** 0.5
 
 # The factors are found with a random projection and are unique up to signs: what is compared is the product. It is the
