@@ -467,3 +467,35 @@ def test_vectors_at_the_alignment_of_their_elements(offset):
     y = np.zeros(32, np.float32)
     run(x[offset:], y[offset:], threads=(1,))
     np.testing.assert_array_equal(y[offset : offset + 16], x[offset : offset + 16] * 2 + 1)
+
+
+def test_strings_are_constant():
+    """They lie in the constant address space wherever they are values, and initialise arrays as in C++."""
+    run = kernel("""
+constant char name[] = "abc";
+static_assert(sizeof(name) == 4, "a message");
+inline uint length(constant const char* s) {
+  uint n = 0;
+  while (s[n]) n++;
+  return n;
+}
+template <typename T>
+uint length_of(T s) {
+  return length(s);
+}
+constant const char* given() { return "four"; }
+inline void write(device uint* y, constant char* a, constant const char* function) {
+  y[0] = length(a);
+  y[1] = length(function);
+  y[2] = length_of("x" "yz");
+  constant const char* p = "q";
+  p = "longer";
+  y[3] = length(p);
+  y[4] = length(given());
+  y[5] = length(name);
+}
+kernel void k(device uint* y [[buffer(0)]]) { write(y, "hello", __func__); }
+""")
+    result = np.zeros(6, np.uint32)
+    run(result, threads=(1,))
+    assert result.tolist() == [5, 1, 3, 6, 4, 3]

@@ -17,6 +17,8 @@ _CONSTRUCTS = query(
     (call_expression function: (identifier) @called) @call
     (call_expression function: (qualified_identifier) @called) @call
     (attribute_declaration) @attribute
+    [(string_literal) (concatenated_string)] @string
+    ((identifier) @string (#eq? @string "__func__"))
     (compound_statement (declaration) @local)
     (parameter_declaration) @parameter
     [(function_declarator) (abstract_function_declarator)] @function_declarator
@@ -39,6 +41,8 @@ def rewrite(source: Source, offer: Offer, constants: Mapping[str, str]) -> Edits
         _float_literal(source, node, edits)
     for node in found.get("suffixed", []):
         _suffixed_literal(source, node, edits)
+    for node in found.get("string", []):
+        _string(node, edits)
     for node in found.get("ternary", []):
         _ternary(node, edits)
     for node in found.get("function", []):
@@ -98,6 +102,16 @@ def _suffixed_literal(source: Source, node: Node, edits: Edits) -> None:
         digits = source.of(number)
         point = b"" if b"." in digits or b"e" in digits.lower() else b".0"
         edits.replace(node.start_byte, node.end_byte, b"%s(%s%sf)" % (kind, digits, point))
+
+
+def _string(node: Node, edits: Edits) -> None:
+    """Metal's strings lie in the constant address space; what initialises an array is no more than its content."""
+    parent = node.parent
+    declarator = parent.child_by_field_name("declarator") if parent.type == "init_declarator" else None
+    is_pointer = declarator is not None and declarator.type == "pointer_declarator"
+    if is_pointer or parent.type in ("argument_list", "return_statement", "assignment_expression"):
+        edits.insert(node.start_byte, b"vmps::string(")
+        edits.insert(node.end_byte, b")")
 
 
 def _ternary(node: Node, edits: Edits) -> None:

@@ -41,6 +41,12 @@ constexpr VMPS_INLINE T value(T v) {
   return v;
 }
 
+// ... a string as vmps::string, which puts it into the constant address space.
+template <size_t N>
+VMPS_INLINE constant char (&string(const char (&text)[N]))[N] {
+  return *(constant char(*)[N])&text;
+}
+
 // ... and static_cast as vmps::cast: clang refuses half <-> bfloat, Metal does not.
 template <class T, class U>
 constexpr VMPS_INLINE T cast(U&& u) {
