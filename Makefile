@@ -15,7 +15,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt
 VIRTUAL_MPS ?= $(if $(filter Linux,$(shell uname -s)),1,0)
 VIRTUAL := $(filter-out 0,$(VIRTUAL_MPS))
 
-.PHONY: setup finetune test check-apple check-versions mutants lint format benchmark clean
+.PHONY: setup finetune test check-apple check-versions conformance mutants lint format benchmark clean
 
 setup: $(BUILT)
 
@@ -62,6 +62,10 @@ check-apple: setup
 check-versions: setup
 	$(LLVM)
 	$(BIN)/python -m pytest tests/apple -m versions $(ARGS)
+
+# All of the conformance suite, of which `make test` runs a twentieth; docs/conformance.md.
+conformance: setup
+	$(BIN)/python -m pytest -n auto tests/conformance --conformance=all $(ARGS)
 
 lint: setup
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck

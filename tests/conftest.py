@@ -24,7 +24,7 @@ if os.environ.get("VIRTUAL_MPS", "1") != "0" and any(importlib.metadata.distribu
     WITH_DEVICE = {"VIRTUAL_MPS": "1", "PATH": path_with_tools(), "VIRTUAL_MPS_PYTHON": sys.executable}
 
 # A Mac has the real device, and nothing of the stand-in: neither its tests nor its counters.
-collect_ignore = [] if WITH_DEVICE else ["test_virtual_mps", "test_budgets.py", "apple"]
+collect_ignore = [] if WITH_DEVICE else ["apple", "conformance", "test_budgets.py", "test_virtual_mps"]
 
 DEVICES = ["cpu"] + (["mps"] if torch.backends.mps.is_available() else [])
 
