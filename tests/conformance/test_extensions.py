@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def _run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "VIRTUAL_MPS"))}
-    path = {"PYTHONPATH": str(REPOSITORY)}
+    # The processes of pytest-xdist share the cores.
+    path = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         list(map(str, command)),
         cwd=folder,

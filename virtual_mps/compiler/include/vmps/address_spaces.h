@@ -43,8 +43,10 @@ constexpr VMPS_INLINE T value(T v) {
 
 // ... a string as vmps::string, which puts it into the constant address space.
 template <size_t N>
-VMPS_INLINE constant char (&string(const char (&text)[N]))[N] {
-  return *(constant char(*)[N])&text;
+using text = char[N];
+template <size_t N>
+VMPS_INLINE constant text<N>& string(const text<N>& literal) {
+  return (constant text<N>&)literal;
 }
 
 // ... and static_cast as vmps::cast: clang refuses half <-> bfloat, Metal does not.
