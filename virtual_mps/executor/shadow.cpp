@@ -31,44 +31,37 @@ void Shadow::reserve(uint64_t begin, uint64_t end) {
   if (begin == end) return;
   for (Range& range : ranges_) {
     if (begin >= range.end || end <= range.begin) continue;
-    if (range.span.cells && begin >= range.begin && end <= range.end) return;
+    if (range.is_placed && begin >= range.begin && end <= range.end) return;
     begin = std::min(begin, range.begin);
     end = std::max(end, range.end);
     std::swap(range, ranges_.back());
     ranges_.pop_back();
     return reserve(begin, end);
   }
-  ranges_.push_back({begin, end, {}});
+  ranges_.push_back({begin, end, 0, false});
 }
 
 void Shadow::place(unsigned shift) {
-  size_t needed = used_;
-  for (const Range& range : ranges_)
-    if (!range.span.cells) needed += sizeof(Cell) * (((range.end - 1) >> shift) - (range.begin >> shift) + 1);
-  if (needed > capacity_) {
-    if (memory_) munmap(memory_, capacity_);
-    capacity_ = std::max(needed, 2 * capacity_);
-    void* memory = mmap(nullptr, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
-      memory_ = nullptr;
-      capacity_ = 0;
-      throw std::bad_alloc();
-    }
-    memory_ = static_cast<Cell*>(memory);
-    used_ = 0;
-    for (Range& range : ranges_) range.span = {};
-    return place(shift);
-  }
   for (Range& range : ranges_) {
-    if (range.span.cells) continue;
-    range.span = {memory_ + used_ / sizeof(Cell), range.begin >> shift};
+    if (range.is_placed) continue;
+    range.first_cell = used_ / sizeof(Cell);
+    range.is_placed = true;
     used_ += sizeof(Cell) * (((range.end - 1) >> shift) - (range.begin >> shift) + 1);
   }
+  shift_ = shift;
+  if (used_ <= capacity_) return;
+  const size_t capacity = std::max(used_, 2 * capacity_);
+  void* memory =
+      memory_ ? mremap(memory_, capacity_, capacity, MREMAP_MAYMOVE)
+              : mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  memory_ = static_cast<Cell*>(memory);
+  capacity_ = capacity;
 }
 
 Shadow::Span Shadow::find(uint64_t begin) const {
   for (const Range& range : ranges_)
-    if (begin >= range.begin && begin < range.end) return range.span;
+    if (begin >= range.begin && begin < range.end) return {memory_ + range.first_cell, range.begin >> shift_};
   return {};
 }
 

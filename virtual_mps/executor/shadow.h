@@ -47,11 +47,13 @@ class Shadow {
  private:
   struct Range {
     uint64_t begin, end;
-    Span span;
+    size_t first_cell;
+    bool is_placed;
   };
   std::vector<Range> ranges_;
   Cell* memory_ = nullptr;
-  size_t capacity_ = 0, used_ = 0;
+  size_t capacity_ = 0, used_ = 0;  // bytes
+  unsigned shift_ = 0;
 };
 
 // Counts barriers, for each simdgroup of a threadgroup and one kind of memory.
