@@ -154,6 +154,20 @@ def test_an_unbound_slot_is_named():
         Library(COPY).kernel("copy")(None, y, np.uint32(0), threads=(64,))
 
 
+def test_a_stack_that_does_not_fit_is_refused():
+    source = f"""{HEADER}
+kernel void k(device float* y, uint i [[thread_position_in_grid]]) {{
+  float a[20000];
+  for (int n = 0; n < 20000; n++) a[n] = y[(n * i) % 7];
+  y[i] = a[i * 777 % 20000];
+}}"""
+    with (
+        checked(),
+        pytest.raises(MetalError, match="program_source:4:1: error: the local variables of kernel 'k' take"),
+    ):
+        Library(source).kernel("k")
+
+
 def test_findings_of_several_kinds_are_told_together():
     small = np.zeros(8, np.float32)
     with checked(), pytest.raises(MetalError) as caught:

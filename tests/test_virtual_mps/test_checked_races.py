@@ -137,6 +137,15 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
         "uninitialised read of 4 bytes.*byte 252 of threadgroup variable 'a'",
     ),
     Pair(
+        "structure with padding",
+        "struct S { half a; float b; }; threadgroup S c[64]; if (t < n / 2) { c[t].a = t; c[t].b = i; }\n"
+        + f"{BARRIER}\nif (g == 0) ((device S*)y)[t] = c[63 - t];",
+        "struct S { half a; float b; }; threadgroup S c[64]; { c[t].a = t; c[t].b = i; }\n"
+        + f"{BARRIER}\nif (g == 0) ((device S*)y)[t] = c[63 - t];",
+        3,
+        r"uninitialised read.*of threadgroup variable 'c', which has 512 bytes",
+    ),
+    Pair(
         "written by the threadgroup before",
         "if (g == 0) m[t] = 1;\n" + f"{BARRIER}\ny[i] = m[t];",
         "m[t] = 1;\n" + f"{BARRIER}\ny[i] = m[t];",

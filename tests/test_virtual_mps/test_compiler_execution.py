@@ -133,6 +133,7 @@ def test_a_limit_that_the_kernel_states(library):
         kernel(y, threads=(65,), threads_per_threadgroup=(65,))
 
 
+@pytest.mark.usefixtures("plain_run")
 def test_an_unbound_slot_that_is_read_is_an_error_not_a_crash(library):
     y = np.zeros(64, np.float32)
     with pytest.raises(MetalError, match=r"kernel 'twice', threadgroup \(0, 0, 0\): thread \(0, 0, 0\): access to"):

@@ -455,6 +455,7 @@ def test_packed_vectors():
         kernel("kernel void k(device packed_float2* y [[buffer(0)]]) { y[0].z = 1; }")
 
 
+@pytest.mark.usefixtures("plain_run")
 @pytest.mark.parametrize("offset", [1, 2, 3])
 def test_vectors_at_the_alignment_of_their_elements(offset):
     run = kernel("""

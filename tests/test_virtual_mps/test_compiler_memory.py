@@ -66,6 +66,7 @@ def test_variables_of_all_kinds_do_not_overlap():
     assert run.static_threadgroup_memory >= 128 + 128 + 64 + 32 + 256 + 4 + 4 + 128
 
 
+@pytest.mark.usefixtures("plain_run")
 def test_a_variable_may_be_uninitialised_and_then_is_nan():
     run = Library(
         HEADER

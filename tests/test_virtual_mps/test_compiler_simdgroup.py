@@ -177,6 +177,7 @@ def test_a_partial_simdgroup():
     np.testing.assert_array_equal(y[32:], np.full(8, sum(range(32, 40)) + 39000 + 100000))
 
 
+@pytest.mark.usefixtures("plain_run")
 def test_diverged_lanes_reduce_among_themselves():
     run = Library(
         HEADER

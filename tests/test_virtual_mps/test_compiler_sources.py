@@ -214,6 +214,7 @@ def test_pointwise_registration_of_pytorch(c10):
     np.testing.assert_array_equal(y, x * x)
 
 
+@pytest.mark.usefixtures("plain_run")
 def test_a_missing_barrier_in_a_known_kernel_shows():
     """The executor is strict enough to notice: without the barrier the sum of the simdgroups is read too early."""
     text = preprocess(SOURCES / "norms.metal")

@@ -21,6 +21,7 @@ MAX_FRAME = 48 * 1024
 # Vectors may lie at the alignment of their elements, which Apple's GPUs tolerate. Of the instructions clang emits for
 # this machine only aligned moves mind.
 UNALIGNED_MOVES = {"vmovaps": "vmovups", "vmovapd": "vmovupd", "vmovdqa": "vmovdqu"}
+FRAME_LIMIT = [f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _instrumented(code: str, flags: Sequence[str], assembly: Path) -> None:
     _clang_ir(module, [*flags, "-emit-llvm", "-o", str(module)])
     module.write_text(instrument.instrument(module.read_text()))
     # Optimised already; what came in since is to be inlined.
-    _clang_ir(module, [*toolchain.machine_flags(), "-O1", "-fPIC", "-S", "-o", str(assembly)])
+    _clang_ir(module, [*toolchain.machine_flags(), "-O1", "-fPIC", "-S", *FRAME_LIMIT, "-o", str(assembly)])
 
 
 def _clang_ir(module: Path, arguments: Sequence[str]) -> None:
@@ -136,11 +137,11 @@ def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dic
 
 def _explain(message: str, kernel: kernels.Kernel) -> str:
     """What clang says about our own lines, in terms of the kernel."""
-    if f"{ENTRY}:" not in message:
-        return message
     if "-Wframe-larger-than" in message:
         limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
         return f"{kernel.location}: error: the local variables of kernel '{kernel.name}' take {limit}"
+    if f"{ENTRY}:" not in message:
+        return message
     if "no matching function for call to 'run'" in message:
         wanted = kernel.expression.removeprefix("&::")
         return f"{kernel.location}: error: no kernel function for '{kernel.name}' matches {wanted}"
@@ -195,7 +196,7 @@ def _if_present(parameter: kernels.Parameter, given: str, absent: str) -> str:
 def _clang(code: str, arguments: Sequence[str]) -> None:
     command = [
         *(toolchain.clang(), *toolchain.read_flags(), "-Wno-everything", "-ferror-limit=8", "-fno-caret-diagnostics"),
-        *(f"-Wframe-larger-than={MAX_FRAME}", "-Werror=frame-larger-than"),
+        *FRAME_LIMIT,
         *(*arguments, "-"),
     ]
     result = toolchain.run(command, input=code)

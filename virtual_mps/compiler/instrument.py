@@ -31,7 +31,7 @@ FLAGS = [
 ]
 
 
-READ, WRITE, ATOMIC = 1, 2, 4  # vmps_site.kind
+READ, WRITE, ATOMIC, COPY = 1, 2, 4, 8  # vmps_site.kind
 MOST_CELL = 16
 
 _SITE_SIZE = 16
@@ -80,6 +80,7 @@ define internal ptr @vmps.untagged(ptr %p) alwaysinline nounwind {
 
 _SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8, "x86_fp80": 16, "fp128": 16}
 _DEFINITION = re.compile(r"\s+(%[\w.]+) = (\w+) ?(.*)")
+_NAME = re.compile(r"%[\w.]+")
 _DBG = re.compile(r"!dbg (!\d+)")
 _ALIGN = re.compile(r", align (\d+)")
 _LOAD = re.compile(r"(\s+%[\w.]+ = load (?:atomic |volatile )*)(.*)")
@@ -199,6 +200,10 @@ class _Function:
         self._body = body
         self._definitions = {m[1]: (m[2], m[3]) for line in body if (m := _DEFINITION.match(line))}
         self._indices = IndexArithmetic(self._definitions, module.fresh)
+        self._users: dict[str, list[str]] = {}
+        for line in body:
+            for name in _NAME.findall(line.partition(" = ")[2] or line):
+                self._users.setdefault(name, []).append(line)
 
     def lines(self) -> Iterator[str]:
         lines = [new for line in self._body for new in self._instruction(line)]
@@ -235,6 +240,9 @@ class _Function:
             yield line
             return
         kind |= ATOMIC if " atomic " in head else 0
+        if kind == READ and rest.startswith("i"):
+            name = _NAME.search(head)[0]
+            kind |= COPY if all(f" {name}, ptr " in user for user in self._users.get(name, ())) else 0
         address = yield from self._asked(line, operand[0], size, _alignment(line, natural), kind)
         yield head + rest[:at] + address + rest[operand.end() :]
 
@@ -268,7 +276,7 @@ class _Function:
         arguments = _split(match[3])
         length = arguments[2]
         size = int(length.split()[1]) if length.split()[1].isdigit() else 0
-        for i, kind in enumerate((WRITE, READ)[: 1 if match[2] == "memset" else 2]):
+        for i, kind in enumerate((WRITE, READ | COPY)[: 1 if match[2] == "memset" else 2]):
             operand = arguments[i].split()[-1]
             if not operand.startswith("%") or self._is_private(operand):
                 continue

@@ -99,9 +99,9 @@ def load(runtime: Path | None = None) -> ctypes.CDLL:
     api.vmps_kernel_waits.argtypes = [pointer]
     api.vmps_kernel_waits.restype = ctypes.c_int
     api.vmps_set_check.argtypes = [ctypes.c_int]
-    api.vmps_set_check.restype = None
+    api.vmps_set_check.restype = ctypes.c_int
     api.vmps_set_seed.argtypes = [ctypes.c_uint64]
-    api.vmps_set_seed.restype = None
+    api.vmps_set_seed.restype = ctypes.c_uint64
     api.vmps_launch.argtypes = [pointer, ctypes.POINTER(LaunchArgs), error]
     api.vmps_launch.restype = ctypes.c_int
     package_parent = Path(__file__).resolve().parents[2]
@@ -130,13 +130,12 @@ def _check(api: ctypes.CDLL, error: ctypes.c_void_p) -> None:
 def checked(seed: int = 0) -> Iterator[None]:
     """Launches in the block run in checked mode, with a seed in a random order of lanes and threadgroups."""
     api = _shared_api()
-    api.vmps_set_check(1)
-    api.vmps_set_seed(seed)
+    check_before, seed_before = api.vmps_set_check(1), api.vmps_set_seed(seed)
     try:
         yield
     finally:
-        api.vmps_set_check(0)
-        api.vmps_set_seed(0)
+        api.vmps_set_check(check_before)
+        api.vmps_set_seed(seed_before)
 
 
 class Library:

@@ -290,10 +290,11 @@ uint32_t vmps_kernel_max_threads(const vmps_kernel* kernel) { return kernel->max
 uint32_t vmps_kernel_static_threadgroup_memory(const vmps_kernel* kernel) { return kernel->static_memory; }
 int vmps_kernel_waits(const vmps_kernel* kernel) { return kernel->waits; }
 
-void vmps_set_check(int on) {
+int vmps_set_check(int on) {
   static std::mutex mutex;
   static vmps::Check* check = nullptr;
   std::lock_guard<std::mutex> lock(mutex);
+  const bool before = check;
   if (on && !check) {
     vmps::add_observer(*(check = new vmps::Check));
   } else if (!on && check) {
@@ -301,6 +302,7 @@ void vmps_set_check(int on) {
     delete check;
     check = nullptr;
   }
+  return before;
 }
 
 char* vmps_take_launched(void) {
@@ -312,7 +314,7 @@ char* vmps_take_launched(void) {
   return strdup(lines.c_str());
 }
 
-void vmps_set_seed(uint64_t wanted) { seed = wanted; }
+uint64_t vmps_set_seed(uint64_t wanted) { return seed.exchange(wanted); }
 
 int vmps_launch(const vmps_kernel* kernel, const vmps_launch_args* args, char** error) {
   return guarded<int>(error, -1, [&] {

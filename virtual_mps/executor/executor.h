@@ -123,11 +123,13 @@ typedef struct {
   uint32_t group;
 } vmps_launch_args;
 
-// Checked mode, on or off: a launch in which a kernel did what it must not fails, with all that was found.
-VMPS_API void vmps_set_check(int on);
+// Checked mode, on or off: a launch in which a kernel did what it must not fails, with all that was found. Returns what
+// held before.
+VMPS_API int vmps_set_check(int on);
 
 // Lanes and threadgroups run one after another in an order made from this number; 0: in the usual order, on all cores.
-VMPS_API void vmps_set_seed(uint64_t seed);
+// Returns what held before.
+VMPS_API uint64_t vmps_set_seed(uint64_t seed);
 
 // The kernels launched since the last call, each once: lines of library folder, tab, name. Free it with vmps_free.
 VMPS_API char* vmps_take_launched(void);

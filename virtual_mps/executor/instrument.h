@@ -46,6 +46,7 @@ struct Access {
   bool reads() const { return site.kind & VMPS_READ; }
   bool writes() const { return site.kind & VMPS_WRITE; }
   bool is_atomic() const { return site.kind & VMPS_ATOMIC; }
+  bool is_copy() const { return site.kind & VMPS_COPY; }
   char* address() const { return region.begin + offset; }
 };
 
