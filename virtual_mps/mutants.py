@@ -17,7 +17,6 @@ import os
 import select
 import shutil
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -300,9 +299,8 @@ def _reasons(path: Path | None) -> dict[tuple[str, Mutant], str]:
             file, reason = entry.pop("shader"), entry.pop("reason")
             reasons[file, Mutant(**entry)] = reason
         except (KeyError, TypeError) as error:
-            raise Problem(
-                f"{path}: a survivor has shader, function, fault, text and reason, perhaps occurrence: {error}"
-            )
+            wanted = "shader, function, fault, text, reason, and perhaps occurrence"
+            raise Problem(f"{path}: a survivor has {wanted}: {error}") from None
     return reasons
 
 
@@ -344,8 +342,9 @@ def mutants(
     _pytest([*arguments, "--collect-only"])
     runs = _baseline(arguments)
     used = sum(bool(run.kernels) for run in runs.values())
+    seconds = sum(run.seconds for run in runs.values())
     print(
-        f"{len(results)} mutants; {used} of {len(runs)} tests launch kernels, {sum(r.seconds for r in runs.values()):.0f} s"
+        f"{len(results)} mutants; {used} of {len(runs)} tests launch kernels; they all take {seconds:.0f} s", flush=True
     )
     missing = []
     for result in _run_all(list(results.values()), shaders, arguments, runs, jobs):
