@@ -83,8 +83,15 @@ _INTRINSICS = {
     "make_filled_simdgroup_matrix": "simdgroup_matrix_8x8_init_filled",
 }
 _WITH_FLOAT = {"max": "fmax", "min": "fmin", "abs": "fabs"}
-# `float4 exp(float4)`; the specification declares scalars and vectors alike, an intrinsic is of one width.
-_ELEMENT = re.compile(r"(?:vec<|simdgroup_matrix<)?(?:metal::)?(\w+)")
+# How clang spells what Metal calls otherwise.
+_METAL_NAMES = {
+    "_Float16": "half",
+    "__bf16": "bfloat",
+    "unsigned char": "uchar",
+    "unsigned short": "ushort",
+    "unsigned int": "uint",
+    "unsigned long": "ulong",
+}
 
 
 @cache
@@ -103,17 +110,26 @@ def specified() -> dict[tuple[str, str], str]:
     return found
 
 
-def proof(function: str, argument: str) -> str | None:
-    """What proves that Metal has `function` for a first argument of this type, as clang spells it."""
-    element = _ELEMENT.match(argument)
-    element = element[1] if element else ""
+def element_type(spelled: str) -> str:
+    """`float` of `vec<float, 4>`, `half` of `simdgroup_matrix<_Float16, 8, 8> &`: vectors are like scalars."""
+    name = re.sub(r"^(?:vec|simdgroup_matrix)<([^,]*),.*$", r"\1", spelled.replace("metal::", ""))
+    return _METAL_NAMES.get(name, name)
+
+
+def proof(function: str, element: str) -> str | None:
+    """What proves that Metal has `function` for a first argument of this element type.
+
+    An intrinsic, or the title of the section of the specification; None if nothing does.
+    """
     name = _WITH_FLOAT.get(function, function) if element in ("float", "half") else function
     name = _INTRINSICS.get(name, name)
     for prefix in ("air.", "air.fast_"):
-        known = [i for i in listed() if i == prefix + name or i.startswith(f"{prefix}{name}.")]
-        for intrinsic in known:
-            types = re.sub(r"v\d+(?=[bf]|i)", "", intrinsic.removeprefix(prefix + name))
-            if types == "" or any(types.removeprefix(".").startswith(s) for s in _SUFFIXES.get(element, ())):
+        for intrinsic in sorted(listed()):
+            if intrinsic != prefix + name and not intrinsic.startswith(f"{prefix}{name}."):
+                continue
+            # Of s.i32, v4f32 or v64bf16.p3bf16 the first, without its width.
+            kind = re.sub(r"^(\.[su])?\.v\d+|^\.", r"\1.", intrinsic.removeprefix(prefix + name)).lstrip(".")
+            if kind == "" or kind.partition(".p")[0] in _SUFFIXES.get(element, ()):
                 return intrinsic
     return specified().get((function, element))
 
