@@ -7,6 +7,7 @@ case's name, so that it is the same cases each time and on each machine.
 import contextlib
 import hashlib
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import virtual_mps
 
 FOLDER = Path(__file__).parent
 FRACTION = 20
-MODES = ("normal", "checked")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _is_sampled(name: str) -> bool:
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FRACTION == 0
+    return int(hashlib.blake2b(name.encode()).hexdigest(), 16) % FRACTION == 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,12 +42,24 @@ def _device() -> None:
     virtual_mps.activate()
 
 
-@pytest.fixture(params=MODES)
+@dataclass(frozen=True)
+class Mode:
+    checked: bool
+
+    def __str__(self) -> str:
+        return "checked" if self.checked else "normal"
+
+    def finds(self, finding: str | None) -> contextlib.AbstractContextManager:
+        """Around a launch of a kernel in which the checked mode finds what `finding` matches, and nothing else."""
+        if not (self.checked and finding):
+            return contextlib.nullcontext()
+        return pytest.raises(RuntimeError, match=rf"^kernel '\w+', checked mode found\s+({finding}[^\n]*\s*)+$")
+
+
+@pytest.fixture(params=[Mode(False), Mode(True)], ids=str)
 def mode(request: pytest.FixtureRequest):
     """Runs the test in the plain mode and in the checked one."""
-    if request.param == "checked" and "check" not in virtual_mps.modes():
-        pytest.skip("this virtual_mps has no checked mode")
-    with virtual_mps.mode(check=True) if request.param == "checked" else contextlib.nullcontext():
+    with virtual_mps.mode(check=request.param.checked):
         yield request.param
 
 

@@ -128,7 +128,7 @@ INCLUDES = "".join(f"#include <c10/metal/{name}.h>\n" for name in ("special_math
 
 
 @functools.cache
-def _functions(mode: str):
+def _functions(mode):
     """All functions in one library, which compiles a kernel when it is asked for."""
     kernels = "".join(
         f"""
@@ -167,7 +167,7 @@ def _philox(counter: list[int], key: list[int], rounds: int) -> list[int]:
 
 
 @functools.cache
-def _random(mode: str):
+def _random(mode):
     return torch.mps.compile_shader("""
 #include <c10/metal/random.h>
 using namespace c10::metal;

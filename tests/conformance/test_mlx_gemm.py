@@ -22,7 +22,7 @@ TILES = [
     (32, 32, 16, 2, 2),
     (64, 32, 8, 4, 1),
 ]
-LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
+LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False)}
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Case:
 SIZES = [(64, 64, 64), (70, 66, 50), (64, 64, 50), (70, 64, 32), (64, 70, 32), (33, 17, 7), (1, 40, 40), (40, 1, 40)]
 CASES = [
     *(Case(TILES[i % len(TILES)], layout, size) for layout in LAYOUTS for i, size in enumerate(SIZES)),
-    *(Case(TILES[4], layout, (40, 36, 40), batch=(3,)) for layout in ("nn", "nt", "tn")),
+    *(Case(TILES[4], layout, (40, 36, 40), batch=(3,)) for layout in LAYOUTS),
     Case(TILES[4], "nt", (40, 36, 40), batch=(2, 3), broadcast_b=True),
-    *(Case(TILES[0], "nt", size, addition=kind) for size in SIZES[:5] for kind in ("add", "axpby")),
+    *(Case(TILES[0], "nt", size, addition=("add", "axpby")[i % 2]) for i, size in enumerate(SIZES[:5])),
     Case(TILES[4], "nn", (40, 36, 40), batch=(2, 2), addition="axpby"),
 ]
 # Each tile and layout in each dtype; the other cases in one dtype each.

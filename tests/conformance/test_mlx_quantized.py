@@ -47,8 +47,14 @@ class Format:
         return f"{self.bits}bit-g{self.group}"
 
 
-FORMATS = [Format(bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+FORMATS = [Format(bits, group) for bits in BITS for group in GROUPS]
 EVERY_DTYPE = [Format(4, 64)]
+
+
+def formats(turn: int) -> list[Format]:
+    """Each number of bits with one group size; three turns give all."""
+    return [Format(bits, GROUPS[(i + turn) % len(GROUPS)]) for i, bits in enumerate(BITS)]
 
 
 def _kernel(name: str, weight: Weight, *more: object):
@@ -143,11 +149,11 @@ def _product(case: Product, dtype: torch.dtype) -> None:
 
 
 PRODUCTS = [
-    *(Product("qmv_fast", 2, 16, 512, f) for f in FORMATS),
-    *(Product("qmv", 3, 20, 384, f) for f in FORMATS),
-    *(Product("qvm", 2, 128, 96, f) for f in FORMATS),
-    *(Product("qmm_t", 35, 40, 128, f) for f in FORMATS),
-    *(Product("qmm_n", 35, 128, 64, f) for f in FORMATS),
+    *(Product("qmv_fast", 2, 16, 512, f) for f in formats(0)),
+    *(Product("qmv", 3, 20, 384, f) for f in formats(1)),
+    *(Product("qvm", 2, 128, 96, f) for f in formats(2)),
+    *(Product("qmm_t", 35, 40, 128, f) for f in formats(3)),
+    *(Product("qmm_n", 35, 128, 64, f) for f in formats(4)),
     *(Product("qmv_quad", 2, 70, 128, Format(bits, 64)) for bits in (2, 4, 8)),
     Product("qmv", 1, 5, 640, Format(4, 64)),  # fewer rows than a threadgroup computes
     Product("qmm_t", 64, 64, 256, Format(4, 64)),
