@@ -14,7 +14,9 @@ import torch_metalk
 from tests.conftest import WITH_DEVICE
 from torch_metalk import _doctor, _extension, doctor
 
-OPERATORS = {"rms_norm", "swiglu", "geglu", "rope", "rope_positions", "attention", "lora_linear"}
+OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "lora_linear"} | {
+    name + form for name in ("swiglu", "geglu") for form in ("", "_packed")
+}
 
 
 def test_keys_and_values():

@@ -267,7 +267,7 @@ EXPRESSIONS = {  # floating-point operations of one thread; a, b and c are float
     "float(bfloat(a) * bfloat(b) - bfloat(c))": 2,
     "float(exp(bfloat(a)))": 1,
     "(half4(a) * half4(b) + half4(c)).x": 8,
-    "(bfloat2(a) / bfloat2(b)).y": 2,
+    "(bfloat2(bfloat(a)) / bfloat2(bfloat(b))).y": 2,
     "exp(float4(a)).x": 4,
     "a + (i + 1) * 2": 1,  # the rest is integers
 }

@@ -83,12 +83,12 @@ def _plain_device(args: tuple[Any, ...] | list[Any], device: str = "") -> str | 
     return device
 
 
-def _nobody_listens() -> bool:
+def _nobody_listens(device: str) -> bool:
     """No dispatch mode, functorch transform, forward-mode derivative or autocast that has to see the operator."""
     return not (
         torch._C._len_torch_dispatch_stack()
         or forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
+        or torch.is_autocast_enabled(device)
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
@@ -120,18 +120,18 @@ class Operator:
         if torch.compiler.is_compiling():
             return self.op(*args)
         device = _plain_device(args)
-        if not (device and _nobody_listens()):
+        if device is None or not _nobody_listens(device or "cpu"):
             return self.op(*args)
         if torch.is_grad_enabled() and _requires_grad(args):
             return self._differentiate(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return self._eager(*args) if device == "cpu" else self.op(*args)
+            return self._eager(*args) if device in ("cpu", "") else self.op(*args)
 
     def below_autograd(self, *args):
         """For the forward of an autograd function: the operator's kernel, without recording a gradient again."""
         first = args[0][0] if type(args[0]) is list else args[0]
         with torch._C._AutoDispatchBelowAutograd():
-            if first.is_cpu and _plain_device(args) and _nobody_listens():
+            if first.is_cpu and _plain_device(args) and _nobody_listens("cpu"):
                 return self._eager(*args)
             return self.op(*args)
 

@@ -28,7 +28,7 @@ _ARITHMETIC = re.compile(
 )
 _FUSED = re.compile(r"@llvm\.(?:fma|fmuladd)\.(?:v(\d+))?b?f\d+\(")
 _ELEMENTWISE = re.compile(r"_ZN5metal(?:4fast|7precise)?(\d+)(\w+)Ef+$")
-_ATOMIC_SUM = re.compile(r"_ZN5metal25atomic_fetch_(?:add|sub)_explicitIf")
+_ATOMIC_SUM = re.compile(r"_ZN5metal25atomic_fetch_(?:add|sub)_explicitI(?:Tk\w+E)?f")
 _UNCOUNTED = re.compile(r"_ZN4vmps(?:5fract|5sinpi|5cospi)Ef$")
 
 # It touches no memory that the kernel can see, so the kernel's own accesses are optimised as they are without it. The
