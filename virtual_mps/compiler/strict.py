@@ -47,7 +47,10 @@ def check_source(
     language = language or NEWEST_LANGUAGE
     told = [_message(source, finding) for finding in _of_syntax(source, language)]
     entry = "".join(f"static auto vmps_{i} = {k.expression};\n" for i, k in enumerate(offer.kernels.values()))
-    findings, warnings, _ = _read(source, offer, {}, entry if instantiate else "", language)
+    try:
+        findings, warnings, _ = _read(source, offer, {}, entry if instantiate else "", language)
+    except CompileError as error:
+        raise CompileError("\n".join([*told[:SHOWN], str(error)])) from None
     told += findings
     if werror:
         told += (line.replace(": warning: ", ": error: ", 1) for line in warnings)
