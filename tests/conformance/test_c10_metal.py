@@ -128,7 +128,7 @@ INCLUDES = "".join(f"#include <c10/metal/{name}.h>\n" for name in ("special_math
 
 
 @functools.cache
-def _functions(mode):
+def _functions(mode: str):
     """All functions in one library, which compiles a kernel when it is asked for."""
     kernels = "".join(
         f"""
@@ -167,7 +167,7 @@ def _philox(counter: list[int], key: list[int], rounds: int) -> list[int]:
 
 
 @functools.cache
-def _random(mode):
+def _random(mode: str):
     return torch.mps.compile_shader("""
 #include <c10/metal/random.h>
 using namespace c10::metal;
@@ -204,7 +204,7 @@ def _words(values) -> torch.Tensor:
     return torch.from_numpy(np.array(values, np.uint32).view(np.int32)).to("mps")
 
 
-def test_philox_gives_its_test_vectors(mode):
+def test_philox_gives_its_test_vectors(mode: str):
     counters, keys, expected = zip(*VECTORS, strict=True)
     out = torch.zeros(3, 4, dtype=torch.int32, device="mps")
     _random(mode).rounds(out, _words(counters), _words(keys), _words([11]), threads=3)
@@ -229,7 +229,7 @@ def test_draws(seed, mode):
     assert integers.tolist() == [int(np.float32(x) * np.float32(10)) - 5 for x in u[:, 0].tolist()]
 
 
-def test_box_muller_is_normal(mode):
+def test_box_muller_is_normal(mode: str):
     generator = np.random.default_rng(0)
     raw = generator.integers(0, 2**32, (20000, 2), dtype=np.uint32)
     out = torch.zeros(len(raw), 2, device="mps")
