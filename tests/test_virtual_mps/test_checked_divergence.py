@@ -115,6 +115,28 @@ kernel void k(device float* y, uint i [[thread_position_in_grid]]) {{
     assert y[0] == 1 + 2 + 11 and y[3] == 2 + 11
 
 
+C10 = f"""{HEADER}
+namespace c10 {{ namespace metal {{
+inline float sum_of_some(float v) {{ return simd_sum(v); }}
+}} }}
+namespace other {{
+inline float sum_of_some(float v) {{ return simd_sum(v); }}
+}}
+kernel void k(device float* y, uint i [[thread_position_in_grid]]) {{
+  if (i < 4) y[i] = NAMESPACE::sum_of_some(1.0f);
+  y[i] += simd_max(1.0f);
+}}"""
+
+
+def test_functions_of_pytorchs_headers_may_diverge():
+    y = np.zeros(32, np.float32)
+    with checked():
+        Library(C10.replace("NAMESPACE", "c10::metal")).kernel("k")(y, threads=(32,))
+        assert y[3] == 5
+        with pytest.raises(MetalError, match=r"simdgroup function in diverged control flow.*4 of 32 lanes"):
+            Library(C10.replace("NAMESPACE", "other")).kernel("k")(y, threads=(32,))
+
+
 def test_a_fault_beside_a_divergent_barrier_is_told_too():
     source = f"""{HEADER}
 kernel void k(device float* y, uint i [[thread_position_in_grid]]) {{

@@ -74,10 +74,11 @@ def test_modes(mps):
         "v.activate(deferred=False)\n"
         "print(on())"
     )
-    result = run(code, VIRTUAL_MPS_POISON="1", VIRTUAL_MPS_STRICT="0")
+    off = {"VIRTUAL_MPS_CHECK": "0", "VIRTUAL_MPS_SEED": "0"}
+    result = run(code, VIRTUAL_MPS_POISON="1", VIRTUAL_MPS_STRICT="0", **off)
     assert result.stdout == "['poison']\n", result.stderr
     ask = "import virtual_mps as v; v.activate(); print([name for name, (state, _) in v.modes().items() if state])"
-    assert run(ask, MTL_DEBUG_LAYER="1").stdout == "['validation']\n"
+    assert run(ask, MTL_DEBUG_LAYER="1", **off).stdout == "['validation']\n"
     with pytest.raises(TypeError, match="no mode nonsense"):
         mps.activate(nonsense=True)
 

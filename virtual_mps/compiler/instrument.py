@@ -27,11 +27,13 @@ FLAGS = [
     ),
     "-fwrapv",  # signed overflow wraps, as on the GPU, so that it is there to be found
     "-fno-vectorize",  # loops over elements: each would have a copy with other accesses
+    "-fdebug-info-for-profiling",  # with the qualified names of functions
     "-DVMPS_INSTRUMENTED",
 ]
 
 
-READ, WRITE, ATOMIC, COPY = 1, 2, 4, 8  # vmps_site.kind
+READ, WRITE, ATOMIC, COPY, C10 = 1, 2, 4, 8, 16  # vmps_site.kind
+_C10 = "_ZN3c105metal"  # how the names in namespace c10::metal begin
 MOST_CELL = 16
 
 _SITE_SIZE = 16
@@ -135,7 +137,7 @@ class _Module:
         """The largest power of two such that each access covers whole pieces of memory of that many bytes."""
         cell = MOST_CELL
         for _, size, align, kind in self._sites:
-            while kind and (not size or size % cell or align % cell) and cell > 1:
+            while kind & (READ | WRITE) and (not size or size % cell or align % cell) and cell > 1:
                 cell //= 2
         return cell
 
@@ -145,6 +147,10 @@ class _Module:
         self._texts.setdefault(location, len(self._texts))
         number = self._sites.setdefault((location, size, min(align, 128), kind), len(self._sites))
         return f"ptr getelementptr inbounds (i8, ptr @vmps.sites, i64 {_SITE_SIZE * number})"
+
+    def is_inside(self, line: str, prefix: str) -> bool:
+        """Does this belong to a function with such a mangled name, be it inlined or not?"""
+        return any(name.startswith(prefix) for name in self._locations.functions(line))
 
     def fresh(self) -> str:
         self._count += 1
@@ -226,7 +232,8 @@ class _Function:
             yield from self._memory(line, match)
         elif match := _CALL.match(line):
             if match[1] in ("@vmps_wait_simdgroup", "@vmps_wait_threadgroup"):
-                yield f"  call void @vmps_at({self._module.site(line)})"
+                kind = C10 if self._module.is_inside(line, _C10) else 0
+                yield f"  call void @vmps_at({self._module.site(line, kind=kind)})"
             yield from self._foreign(line, match) if self._module.is_foreign(match[1]) else [line]
         else:
             yield line
@@ -319,6 +326,18 @@ class _Locations:
                 places.append(place)
             node = self._field(node, "inlinedAt")
         return ", called at ".join(places[:3] if len(places) <= 3 else [*places[:2], places[-1]])
+
+    def functions(self, line: str) -> Iterator[str]:
+        """Mangled names of the functions that an instruction was written in, from the innermost on."""
+        found = _DBG.search(line)
+        node = found and found[1]
+        while node:
+            scope = self._field(node, "scope")
+            while scope and "DISubprogram" not in self._nodes[scope]:
+                scope = self._field(scope, "scope")
+            if scope and (name := re.search(r'linkageName: "([^"]*)"', self._nodes[scope])):
+                yield name[1]
+            node = self._field(node, "inlinedAt")
 
     def _place(self, node: str) -> str:
         number = re.search(r"line: (\d+)", self._nodes[node])

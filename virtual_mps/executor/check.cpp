@@ -133,7 +133,7 @@ void Check::simdgroup_operation(Run& run, const SimdgroupOperation& operation) {
   unsigned expected = operation.simdgroup.alive;
   if (operation.operation == VMPS_SIMD_VOTE) return;
   // PyTorch's own headers sum over the first lanes of a simdgroup, which Metal defines.
-  if (operation.operation == VMPS_SIMD_FUNCTION && std::strstr(operation.where, "/c10/metal/")) return;
+  if (operation.operation == VMPS_SIMD_FUNCTION && operation.site.kind & VMPS_C10) return;
   if (operation.operation == VMPS_QUAD_FUNCTION) {
     unsigned quads = 0;
     for (unsigned lane = 0; lane < VMPS_SIMD_LANES; lane += 4)
@@ -146,11 +146,12 @@ void Check::simdgroup_operation(Run& run, const SimdgroupOperation& operation) {
                                            "threadgroup_barrier", "simdgroup_load",
                                            "simdgroup_store",     "simdgroup_multiply"};
   const std::string what = std::string(kNames[operation.operation]) + " in diverged control flow";
-  if (!reports_.is_new(what.c_str(), operation.where)) return;
+  if (!reports_.is_new(what.c_str(), operation.site.location)) return;
   const unsigned missing = static_cast<unsigned>(__builtin_ctz(expected & ~operation.lanes));
   const unsigned present = static_cast<unsigned>(__builtin_ctz(operation.lanes));
-  reports_.add(what + " at " + place(operation.where) + ": " + std::to_string(__builtin_popcount(operation.lanes)) +
-               " of " + std::to_string(__builtin_popcount(expected)) + " lanes of simdgroup " + std::to_string(index) +
+  reports_.add(what + " at " + place(operation.site.location) + ": " +
+               std::to_string(__builtin_popcount(operation.lanes)) + " of " +
+               std::to_string(__builtin_popcount(expected)) + " lanes of simdgroup " + std::to_string(index) +
                " take part, " + thread_of(run, first + present) + " but not " + thread_of(run, first + missing) +
                "; threadgroup " + triple(run.threadgroup->position));
 }

@@ -20,6 +20,8 @@ std::atomic<size_t> observer_count{0};
 
 Instruments* running_instruments = nullptr;
 
+constexpr vmps_site kNowhere = {"", 0, 1, 0};
+
 char* tagged(void* address, unsigned tag) {
   return reinterpret_cast<char*>(reinterpret_cast<uint64_t>(address) | uint64_t{tag} << VMPS_TAG_SHIFT);
 }
@@ -99,7 +101,7 @@ std::string run_observed(const std::string& kernel,
 }
 
 Instruments::Instruments(Run& run, const std::vector<Observer*>& watching)
-    : run_(run), observers_(watching), waiting_(VMPS_MAX_LANES, {VMPS_SIMD_FUNCTION, 0, ""}) {
+    : run_(run), observers_(watching), waiting_(VMPS_MAX_LANES, {VMPS_SIMD_FUNCTION, 0, &kNowhere}) {
   running_instruments = this;
 }
 
@@ -147,7 +149,7 @@ void Instruments::barrier_passed(const vmps_lane& any) {
 
 void Instruments::served(const vmps_simdgroup& simdgroup, unsigned lanes, const vmps_lane& any) {
   Waiting& its = waiting_[any.in_threadgroup];
-  const SimdgroupOperation operation{its.operation, its.mem_flags, simdgroup, lanes, its.where};
+  const SimdgroupOperation operation{its.operation, its.mem_flags, simdgroup, lanes, *its.site};
   const unsigned first = simdgroup.lanes[0].in_threadgroup;
   for (unsigned i = 0; i < VMPS_SIMD_LANES; i++)
     if (lanes >> i & 1) waiting_[first + i].operation = VMPS_SIMD_FUNCTION;
@@ -160,9 +162,7 @@ void Instruments::announce(const vmps_lane& lane, vmps_operation operation, unsi
   its.mem_flags = mem_flags;
 }
 
-void Instruments::at(const vmps_lane& lane, const vmps_site& site) {
-  waiting_[lane.in_threadgroup].where = site.location;
-}
+void Instruments::at(const vmps_lane& lane, const vmps_site& site) { waiting_[lane.in_threadgroup].site = &site; }
 
 void Instruments::device_fence() {
   for (Observer* observer : observers_) observer->device_fence(run_);

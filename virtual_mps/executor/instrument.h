@@ -54,8 +54,8 @@ struct SimdgroupOperation {  // a simdgroup function, barrier or matrix operatio
   vmps_operation operation;
   unsigned mem_flags;  // of a barrier
   const vmps_simdgroup& simdgroup;
-  unsigned lanes;     // that take part; alive in `simdgroup` are all that could
-  const char* where;  // vmps_site.location
+  unsigned lanes;  // that take part; alive in `simdgroup` are all that could
+  const vmps_site& site;
 };
 
 // One instrumented launch.
@@ -109,7 +109,7 @@ class Instruments {
   void threadgroup_ends();
   void barrier_passed(const vmps_lane& any);
   void served(const vmps_simdgroup& simdgroup, unsigned lanes, const vmps_lane& any);
-  const char* where(const vmps_lane& lane) const { return waiting_[lane.in_threadgroup].where; }
+  const char* where(const vmps_lane& lane) const { return waiting_[lane.in_threadgroup].site->location; }
 
   void* access(void* pointer, const vmps_site& site, uint64_t size, const vmps_lane& lane);
   void announce(const vmps_lane& lane, vmps_operation operation, unsigned mem_flags);
@@ -124,7 +124,7 @@ class Instruments {
   struct Waiting {  // what a lane waits in, or is about to
     vmps_operation operation;
     unsigned mem_flags;
-    const char* where;
+    const vmps_site* site;
   };
 
   Run& run_;

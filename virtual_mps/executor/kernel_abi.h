@@ -77,8 +77,9 @@ enum vmps_tag : unsigned {
   VMPS_VARIABLE_TAG = VMPS_ARGUMENT_TAG + VMPS_SLOTS,  // + n for the kernel's n-th threadgroup variable
 };
 
-// A copy reads what is only stored elsewhere, such as a structure with its padding.
-enum vmps_access_kind : unsigned short { VMPS_READ = 1, VMPS_WRITE = 2, VMPS_ATOMIC = 4, VMPS_COPY = 8 };
+// A copy reads what is only stored elsewhere, such as a structure with its padding. C10 marks a wait in a function of
+// namespace c10::metal, PyTorch's own headers.
+enum vmps_access_kind : unsigned short { VMPS_READ = 1, VMPS_WRITE = 2, VMPS_ATOMIC = 4, VMPS_COPY = 8, VMPS_C10 = 16 };
 
 struct vmps_site {       // an access, or a call that waits, in the code of a kernel
   const char* location;  // "FILE:LINE", and ", called at FILE:LINE" for what was inlined; "" if it is not known
