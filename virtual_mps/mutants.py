@@ -116,7 +116,7 @@ class _Recorder:
         if report.failed and self.failure is None:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else str(report.longrepr)
-            self.failure = (report.nodeid, message.strip().splitlines()[0] if message.strip() else "")
+            self.failure = (report.nodeid, " ".join(line.strip() for line in message.splitlines()[:2]))
 
 
 def _launch_log() -> Callable[[], str]:
@@ -144,7 +144,7 @@ def _pytest(arguments: Sequence[str], plugin: object | None = None) -> int:
     return int(status)
 
 
-class _Child:
+class Child:
     """A fork of this process that computes something, and may take too long or die."""
 
     def __init__(self, compute: Callable[[], object], environment: dict[str, str], seconds: float):
@@ -196,7 +196,7 @@ def _baseline(arguments: Sequence[str]) -> dict[str, TestRun]:
         runs = {name: (run.seconds, sorted(run.kernels)) for name, run in recorder.runs.items()}
         return {"failure": recorder.failure, "runs": runs}
 
-    answer = _Child(compute, {}, 24 * 3600).answer()
+    answer = Child(compute, {}, 24 * 3600).answer()
     if not answer:
         raise Problem("the process of the tests died")
     if answer["failure"]:
@@ -265,7 +265,7 @@ def _run_all(
             tests.sort(key=lambda name: (recent.index(name) if name in recent else len(recent), runs[name].seconds))
             seconds = COMPILING + PATIENCE * sum(runs[name].seconds for name in tests)
             compute = lambda m=result.mutant, t=tests: _try(m, shaders, arguments, t)  # noqa: E731
-            child = _Child(compute, {mutation.VARIABLE: result.mutant.environment()}, seconds)
+            child = Child(compute, {mutation.VARIABLE: result.mutant.environment()}, seconds)
             running[child.pipe] = (child, result)
         if not running:
             return
