@@ -1,8 +1,8 @@
 """Which cases of the suite run, and what was counted in them.
 
 `--conformance=all` runs every case (`make conformance`); otherwise it is a twentieth of them, chosen by the hash of a
-case's name, so that it is the same cases each time and on each machine. SHA-224 happens to choose some of each file and
-few of the kernels that take long to compile.
+case's name, so that it is the same cases each time and on each machine. SHA-224 was picked among a dozen
+hashes since it takes some of each file, and few of the kernels that take long to compile.
 """
 
 import hashlib
