@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace torch_metalk {
 
@@ -32,6 +33,79 @@ inline ElementwiseGeometry elementwise_geometry(int64_t needed, uint32_t max_thr
   constexpr int64_t most = 256;
   const uint32_t threads = whole_simdgroups(needed, most, max_threads);
   return {static_cast<uint64_t>((needed + threads - 1) / threads), threads};
+}
+
+// How a product [m, k] x [k, n] is cut up: tiles of [side, side] of the result, and chunks of `span` along k.
+struct GemmPlan {
+  uint32_t side, chunks, span;
+};
+
+// When products take which tile, and when they are split along k, by the size of the chip. The measurements are
+// others': this table is the place to change when there are own ones.
+struct GemmTuning {
+  // From so many tiles of 64x64 on: MLX takes them on all chips, but 64x32 for nt on small ones (steel_gemm_fused in
+  // its matmul.cpp), where KRNL measured 32x32 by one simdgroup to be faster still than 64x64.
+  int64_t large_tiles, large_tiles_nt;
+  // Below so many tiles of 32x32, two for each core: KRNL's limit on 16 cores.
+  int64_t split_below;
+};
+constexpr int64_t kNever = int64_t{1} << 62;
+constexpr GemmTuning kSmallChip{64, kNever, 32};  // M1, M1 Pro and their successors: up to 20 cores
+constexpr GemmTuning kLargeChip{128, 128, 64};    // Max and Ultra: 32 to 80 cores
+
+inline GemmPlan plan_gemm(int64_t m, int64_t n, int64_t k, int64_t matrices, bool nt, bool large_chip) {
+  const GemmTuning& tuning = large_chip ? kLargeChip : kSmallChip;
+  const auto tiles = [=](int64_t side) { return matrices * ((m + side - 1) / side) * ((n + side - 1) / side); };
+  const bool large = tiles(64) >= (nt ? tuning.large_tiles_nt : tuning.large_tiles);
+  // KRNL splits into 8. Chunks of fewer than 256 would write and read more in partial sums than they read of A. Where k
+  // is so long that one chunk of one tile nears the limit of a dispatch, more.
+  constexpr int64_t most_chunks = 8, least_span = 256, most_span = int64_t{1} << 22, depth = 32;
+  int64_t chunks = (k + most_span - 1) / most_span;
+  if (tiles(32) < tuning.split_below) {
+    chunks = std::max(chunks, std::min(most_chunks, k / least_span));
+  }
+  chunks = std::max<int64_t>(chunks, 1);
+  const int64_t span = std::max<int64_t>((k + chunks * depth - 1) / (chunks * depth) * depth, depth);
+  return {large ? 64u : 32u, static_cast<uint32_t>(std::max<int64_t>((k + span - 1) / span, 1)),
+          static_cast<uint32_t>(span)};
+}
+
+// Threadgroups of one dispatch, from the first one on, along tiles of a row, rows of tiles, and matrices and chunks.
+struct GemmDispatch {
+  uint64_t first[3], count[3];
+};
+
+// The longest dispatch: 50 to 100 ms of an M1. Longer ones can trip the watchdog of a Mac with a display. Tests lower
+// it.
+inline double most_flops_of_a_dispatch = 100e9;
+
+// One product in as few dispatches as there can be. A dispatch is a range of columns, of rows or of matrices.
+inline std::vector<GemmDispatch> gemm_dispatches(const GemmPlan& plan, int64_t m, int64_t n, int64_t matrices) {
+  const uint64_t side = plan.side;
+  const uint64_t grid[3] = {(n + side - 1) / side, (m + side - 1) / side,
+                            static_cast<uint64_t>(matrices) * plan.chunks};
+  const double tile_flops = 2.0 * plan.side * plan.side * plan.span;
+  const uint64_t most_tiles = std::max<uint64_t>(1, static_cast<uint64_t>(most_flops_of_a_dispatch / tile_flops));
+  // The first dimensions fit as a whole; the one after them is cut; of the others one at a time.
+  uint64_t step[3] = {1, 1, 1}, tiles = 1;
+  for (int i = 0; i < 3 && tiles <= most_tiles; ++i) {
+    step[i] = std::max<uint64_t>(1, std::min(grid[i], most_tiles / tiles));
+    if (step[i] < grid[i]) {
+      break;
+    }
+    tiles *= std::max<uint64_t>(1, grid[i]);
+  }
+  std::vector<GemmDispatch> dispatches;
+  for (uint64_t z = 0; z < grid[2]; z += step[2]) {
+    for (uint64_t y = 0; y < grid[1]; y += step[1]) {
+      for (uint64_t x = 0; x < grid[0]; x += step[0]) {
+        dispatches.push_back(
+            {{x, y, z},
+             {std::min(step[0], grid[0] - x), std::min(step[1], grid[1] - y), std::min(step[2], grid[2] - z)}});
+      }
+    }
+  }
+  return dispatches;
 }
 
 }  // namespace torch_metalk

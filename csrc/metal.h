@@ -58,6 +58,9 @@ uint32_t max_threads(const Launch& launch);
 // the end, or `<stem>_looped<types>`.
 void choose_row_kernel(Launch& launch, const std::string& stem, const std::string& types, int64_t columns);
 
+// Whether the GPU is one of the large ones, of a Max or Ultra chip, by the device's name.
+bool is_large_chip();
+
 // "float", "half" or "bfloat": how a dtype is called in the names of kernels.
 const char* metal_type(at::ScalarType dtype);
 

@@ -173,6 +173,14 @@ void choose_row_kernel(Launch& launch, const std::string& stem, const std::strin
   launch.threads = whole_simdgroups(most, most, most);
 }
 
+bool is_large_chip() {
+  static const bool large = [] {
+    const std::string name = at::mps::MPSDevice::getInstance()->device().name.UTF8String;
+    return name.find("Max") != std::string::npos || name.find("Ultra") != std::string::npos;
+  }();
+  return large;
+}
+
 const char* metal_type(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:

@@ -15,6 +15,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::make_tuple(geometry.groups, geometry.threads);
       },
       "Threadgroups and threads per threadgroup");
+  m.def(
+      "plan_gemm",
+      [](int64_t m, int64_t n, int64_t k, int64_t matrices, bool nt, bool large_chip) {
+        const auto plan = torch_metalk::plan_gemm(m, n, k, matrices, nt, large_chip);
+        return std::make_tuple(plan.side, plan.chunks, plan.span);
+      },
+      "Side of a product's tiles, chunks along K, and the span of a chunk");
+  m.def(
+      "gemm_dispatches",
+      [](std::tuple<uint32_t, uint32_t, uint32_t> plan, int64_t m, int64_t n, int64_t matrices) {
+        const auto [side, chunks, span] = plan;
+        std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> parts;
+        for (const auto& part : torch_metalk::gemm_dispatches({side, chunks, span}, m, n, matrices)) {
+          parts.emplace_back(std::vector<uint64_t>(part.first, part.first + 3),
+                             std::vector<uint64_t>(part.count, part.count + 3));
+        }
+        return parts;
+      },
+      "First threadgroup and number of threadgroups, along columns, rows and matrices, of each dispatch of a product");
+  m.def(
+      "limit_dispatches", [](double flops) { return std::exchange(torch_metalk::most_flops_of_a_dispatch, flops); },
+      "Sets how many FLOPs one dispatch of a product may have, and returns what it was");
   m.def("turns_per_position", &torch_metalk::turns_per_position,
         "The turns that one position adds to each pair, in units of 2^-64 turns");
 }

@@ -18,6 +18,23 @@ struct RMSNormParams {
   uint32_t unused;  // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
 };
 
+struct GemmParams {
+  uint64_t a_stride, b_stride;       // elements from one line of A and B to the next, as they lie in memory
+  uint64_t addend_stride, d_stride;  // and from one row of the addend and the result
+  uint64_t a_batch[3], b_batch[3];   // strides of the batch's dimensions, 0 where one broadcasts
+  uint64_t addend_batch[3];
+  uint64_t d_matrix;  // elements from one matrix of the result, or one chunk's sums, to the next
+  uint32_t batch[2];  // sizes of the batch's last two dimensions
+  uint32_t m, n, k;
+  uint32_t chunks;  // into which K is split
+  uint32_t span;    // of K, in each chunk: a multiple of the staged depth
+  // Where this dispatch begins, of one product that takes several: matrix and chunk, and tile.
+  uint32_t first_matrix, first_row_tile, first_column_tile;
+  float scale;
+  uint32_t has_addend, has_bias;
+  uint32_t aligned_d;  // rows of the addend and the result start at multiples of 4 elements
+};
+
 struct GatedParams {
   uint64_t gate_stride;      // elements from one row of gate to the next
   uint64_t up_stride;        // the same of up

@@ -3,10 +3,22 @@
 from torch_metalk.ops.attention import attention
 from torch_metalk.ops.geglu import geglu
 from torch_metalk.ops.lora_linear import lora_linear
+from torch_metalk.ops.matmul import matmul
 from torch_metalk.ops.rms_norm import rms_norm
 from torch_metalk.ops.rope import rope, rope_qk
 from torch_metalk.ops.rope_positions import rope_positions
 from torch_metalk.ops.softmax import softmax
 from torch_metalk.ops.swiglu import swiglu
 
-__all__ = ["attention", "geglu", "lora_linear", "rms_norm", "rope", "rope_positions", "rope_qk", "softmax", "swiglu"]
+__all__ = [
+    "attention",
+    "geglu",
+    "lora_linear",
+    "matmul",
+    "rms_norm",
+    "rope",
+    "rope_positions",
+    "rope_qk",
+    "softmax",
+    "swiglu",
+]
