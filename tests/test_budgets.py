@@ -177,3 +177,78 @@ def test_training_dispatches_what_the_operators_do(weight_gradient: bool, dtype:
         y.backward(torch.ones_like(y))
     assert forward.total.dispatches == 1
     assert backward.total.dispatches == 1 + weight_gradient
+
+
+# ---- matrix products
+
+
+def _product(m: int, n: int, k: int, dtype: torch.dtype, count_kernels, transpose_b: bool = False):
+    """Counts of one product, the bytes of its operands and result, and what they are beside the counts' names."""
+    a = _random((m, k), dtype)
+    b = _random((n, k) if transpose_b else (k, n), dtype)
+    with count_kernels() as c:
+        d = OPS.matmul(a, b, False, transpose_b, None)
+    return c, a.nbytes + b.nbytes + d.nbytes
+
+
+@pytest.mark.parametrize("transpose_b", [False, True], ids=["nn", "nt"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_split_product(dtype: torch.dtype, transpose_b: bool, count_kernels) -> None:
+    """A LoRA projection has one column of tiles. Split along K it occupies eight times the threadgroups, and moves its
+    operands once, and its partial sums."""
+    c, needed = _product(512, 32, 5632, dtype, count_kernels, transpose_b)
+    product, sums = c.kernels.values()
+    assert product.threadgroups == 8 * (512 // 32)
+    assert c.total.dispatches == 2
+    assert c.total.device_unique_bytes <= 1.25 * needed
+    assert sums.device_read == sums.device_unique_read, "each partial sum is read once"
+    assert c.total.matrix_flops == 2 * 512 * 32 * 5632
+    assert c.total.scalar_flops <= 0.02 * c.total.matrix_flops
+
+
+@pytest.mark.parametrize(
+    ("shape", "transpose_b", "side"),
+    [
+        ((512, 512, 256), False, 64),
+        ((512, 512, 256), True, 32),
+        ((512, 544, 192), True, 32),
+        ((256, 320, 128), False, 32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unsplit_product(
+    shape: tuple[int, ...], transpose_b: bool, side: int, dtype: torch.dtype, count_kernels
+) -> None:
+    """Unique bytes: operands and result once. All bytes read: each tile of the result reads its rows of A and its
+    columns of B once, M N / side^2 tiles of 2 side K numbers."""
+    m, n, k = shape
+    c, needed = _product(m, n, k, dtype, count_kernels, transpose_b)
+    (kernel,) = c.kernels.values()
+    assert kernel.name.endswith(f"_{side}")
+    assert c.total.dispatches == 1
+    assert kernel.device_unique_bytes <= 1.05 * needed
+    predicted = (m // side) * (n // side) * 2 * side * k * dtype.itemsize
+    assert 0.95 * predicted <= kernel.device_read <= 1.05 * predicted
+    assert kernel.device_written == m * n * dtype.itemsize
+    assert kernel.matrix_flops == 2 * m * n * k
+    # One multiplication a result, by the scale.
+    assert kernel.scalar_flops <= 0.02 * kernel.matrix_flops
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lora_linear_dispatches(dtype: torch.dtype, count_kernels) -> None:
+    """Forward: x A^T in chunks, their sum, and the second product with scale and base output in its epilogue. Backward:
+    dh and dx, dA, and h again for dB; nothing is cast, copied or added in between. Mixed dtypes take no more."""
+    x, base_out, dy = (_random((512, width), dtype) for width in (2048, 640, 640))
+    a, b = _random((32, 2048), torch.float32), _random((640, 32), torch.float32)
+    with count_kernels() as forward:
+        y = OPS.lora_linear(x, base_out, a, b, 2.0)
+    assert forward.total.dispatches == 3
+    h, scratch = 512 * 32 * 4, 8 * 512 * 32 * 4
+    needed = sum(t.nbytes for t in (x, base_out, a, b, y)) + 2 * h + 2 * scratch
+    assert forward.total.device_unique_bytes <= 1.01 * needed
+    with count_kernels() as backward:
+        OPS.lora_linear_backward(dy, x, a, b, 2.0, [True, True, True])
+    # dh (split in two), its sum, dx, dA, h (split in eight), its sum, dB.
+    assert backward.total.dispatches == 7

@@ -5,6 +5,7 @@ words of the same kind: the address spaces are qualifiers, `kernel` is a functio
 and pragmas, which may stand anywhere) are blank in it. Offsets in the tree are offsets in the text, where edits apply.
 """
 
+import functools
 import itertools
 import re
 from bisect import bisect_left, bisect_right
@@ -116,6 +117,7 @@ def captures(query: tree_sitter.Query, node: Node) -> dict[str, list[Node]]:
     return {name: sorted(nodes, key=lambda n: (n.start_byte, -n.end_byte)) for name, nodes in found.items()}
 
 
+@functools.cache
 def query(text: str) -> tree_sitter.Query:
     return tree_sitter.Query(LANGUAGE, text)
 
