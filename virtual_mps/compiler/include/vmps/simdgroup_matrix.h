@@ -143,10 +143,11 @@ VMPS_INLINE void load(
 template <class T>
 VMPS_INLINE void store(
     const metal::simdgroup_matrix<T, 8, 8>& m, T* target, ulong stride, ulong2 origin, bool transpose) {
+  bool spread = m.held & held_spread;  // before the wait, as in a multiplication
   meet(VMPS_MATRIX_STORE);
   target += origin.y * stride + origin.x;
   ulong row_step = transpose ? 1 : stride, column_step = transpose ? stride : 1;
-  if (m.held & held_spread) {
+  if (spread) {
     elements_of mine(lane_index());
     for (int i = 0; i < 2; i++) target[mine.row * row_step + (mine.column + i) * column_step] = m.elements[i];
   } else if (lane_index() == 0) {
@@ -162,8 +163,8 @@ VMPS_INLINE void publish(float* operand, const metal::simdgroup_matrix<T, 8, 8>&
     elements_of mine(lane_index());
     for (int i = 0; i < 2; i++) operand[mine.row * 8 + mine.column + i] = float(m.elements[i]);
   } else if (lane_index() == 0) {
-    for (int r = 0; r < 8; r++)
-      for (int c = 0; c < 8; c++) operand[r * 8 + c] = m.rows[r][c];
+    typedef float packed __attribute__((ext_vector_type(8), aligned(4)));
+    for (int r = 0; r < 8; r++) *(packed*)(operand + r * 8) = m.rows[r];
   }
 }
 }  // namespace vmps
@@ -190,8 +191,10 @@ VMPS_INLINE void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>&
                                                const thread simdgroup_matrix<A, 8, 8>& a,
                                                const thread simdgroup_matrix<B, 8, 8>& b,
                                                const thread simdgroup_matrix<C, 8, 8>& c) {
+  // Asked before the wait, while the optimiser still knows: one of the two ways below is then not compiled at all.
+  bool whole = a.held & b.held & c.held & vmps::held_whole;
   vmps::meet(VMPS_MATRIX_MULTIPLY);
-  if (a.held & b.held & c.held & vmps::held_whole) {
+  if (whole) {
     d.held = vmps::held_whole;
     if (vmps::lane_index() == 0) {
       vmps_multiply_accumulate_8x8((float*)d.rows, (const float*)a.rows, (const float*)b.rows, (const float*)c.rows);
