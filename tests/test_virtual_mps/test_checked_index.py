@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.test_virtual_mps.checked import HEADER, Pair, pairs
+from virtual_mps.compiler import instrument, toolchain
 from virtual_mps.executor import Library, MetalError, checked
 
 # n is 64: n << 26 is 2^32.
@@ -108,3 +109,34 @@ kernel void k(const device uchar* x, device uint* y, constant uint& stride, uint
         with pytest.raises(MetalError, match="out-of-bounds read of 1 bytes") as caught:
             Library(source.replace("INDEX", "ulong(row) * stride")).kernel("k")(x, y, np.uint32(1 << 31), **launch)
         assert "overflowed" not in str(caught.value)
+
+
+def test_names_with_a_hyphen():
+    """clang gives such names to values that it computes on one of two ways to a place only."""
+    module = """
+define void @f(ptr %p, i32 %n, i1 %more) {
+  br i1 %more, label %one-more, label %start
+one-more:
+  %next = add i32 %n, 1
+  br label %start
+start:
+  %.pre-phi = phi i32 [ %next, %one-more ], [ %n, %0 ]
+  br label %loop
+loop:
+  %i = phi i32 [ %.pre-phi, %start ], [ %j, %loop ]
+  %wide = zext i32 %i to i64
+  %in-p = getelementptr float, ptr %p, i64 %wide
+  store float 0.0, ptr %in-p, align 4
+  %j = add i32 %i, 4
+  %again = icmp ult i32 %j, 64
+  br i1 %again, label %loop, label %end
+end:
+  ret void
+}
+"""
+    code = instrument.instrument(module)
+    assert "call ptr @vmps.access(ptr %in-p, " in code
+    assert "call void @vmps.index(" in code
+    command = [toolchain.clang(), "-x", "ir", "-Wno-everything", "-S", "-o", "-", "-"]
+    result = toolchain.run(command, input=code)
+    assert result.returncode == 0, result.stderr

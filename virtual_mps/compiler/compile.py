@@ -137,7 +137,7 @@ def _constant_literals(offer: kernels.Offer, values: Mapping[str, bytes]) -> dic
 
 def _explain(message: str, kernel: kernels.Kernel) -> str:
     """What clang says about our own lines, in terms of the kernel."""
-    if "-Wframe-larger-than" in message:
+    if "stack frame size (" in message:
         limit = f"more than {MAX_FRAME} bytes, which is what virtual_mps has for a thread"
         return f"{kernel.location}: error: the local variables of kernel '{kernel.name}' take {limit}"
     if f"{ENTRY}:" not in message:

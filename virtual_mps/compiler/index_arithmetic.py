@@ -14,12 +14,12 @@ Definitions = Mapping[str, tuple[str, str]]  # by name: the operation, and the r
 _RING = ("add", "sub", "mul", "shl")
 _BINARY = re.compile(r"((?:\w+ )*)(i32|i64) (\S+), ([^\s,]+)")
 _PHI = re.compile(r"(i32|i64|ptr) (.*)")
-_INCOMING = re.compile(r"\[ (.*?), (%[\w.]+) \]")
+_INCOMING = re.compile(r"\[ (.*?), (%[\w.$-]+) \]")
 _SELECT = re.compile(r"i1 (\S+), (i32|i64|ptr) ([^\s,]+), (?:i32|i64|ptr) ([^\s,]+)")
 _WIDEN = re.compile(r"(?:nneg )?i32 (\S+) to i64")
 _EXTREMUM = re.compile(r"(?:\w+ )*(i32|i64) @llvm\.[us](min|max)\.\w+\(\w+ (\S+), \w+ ([^\s,)]+)\)")
-_STEP = re.compile(r"(?:inbounds |nuw |nusw )*(.*?), ptr (%[\w.]+)(.*)")
-_INDEX = re.compile(r", i64 (%[\w.]+)")
+_STEP = re.compile(r"(?:inbounds |nuw |nusw )*(.*?), ptr (%[\w.$-]+)(.*)")
+_INDEX = re.compile(r", i64 (%[\w.$-]+)")
 
 
 class IndexArithmetic:

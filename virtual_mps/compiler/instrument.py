@@ -81,13 +81,13 @@ define internal ptr @vmps.untagged(ptr %p) alwaysinline nounwind {
 """
 
 _SCALARS = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8, "x86_fp80": 16, "fp128": 16}
-_DEFINITION = re.compile(r"\s+(%[\w.]+) = (\w+) ?(.*)")
-_NAME = re.compile(r"%[\w.]+")
+_DEFINITION = re.compile(r"\s+(%[\w.$-]+) = (\w+) ?(.*)")
+_NAME = re.compile(r"%[\w.$-]+")
 _DBG = re.compile(r"!dbg (!\d+)")
 _ALIGN = re.compile(r", align (\d+)")
-_LOAD = re.compile(r"(\s+%[\w.]+ = load (?:atomic |volatile )*)(.*)")
+_LOAD = re.compile(r"(\s+%[\w.$-]+ = load (?:atomic |volatile )*)(.*)")
 _STORE = re.compile(r"(\s+store (?:atomic |volatile )*)(.*)")
-_UPDATE = re.compile(r"(\s+%[\w.]+ = (?:atomicrmw|cmpxchg) .*?ptr )(%[\w.]+)(, .*)")
+_UPDATE = re.compile(r"(\s+%[\w.$-]+ = (?:atomicrmw|cmpxchg) .*?ptr )(%[\w.$-]+)(, .*)")
 _MEMORY = re.compile(r"(.*call void @llvm\.(memcpy|memmove|memset)(?:\.inline)?\.[\w.]+\()(.*)(\).*)")
 _CALL = re.compile(r".*?call .*?(@[\w.$]+)\((.*)\)")
 _TERMINATORS = ("br ", "ret ", "switch ", "unreachable", "indirectbr ")
@@ -242,7 +242,7 @@ class _Function:
         head, rest = match[1], match[2]
         size, natural, end = self._module.size_and_end(rest)
         at = rest.rindex(", ptr ") + len(", ptr ") if kind == WRITE else end + len(", ptr ")
-        operand = re.compile(r"%[\w.]+").match(rest, at)
+        operand = re.compile(r"%[\w.$-]+").match(rest, at)
         if operand is None:  # a variable of the module
             yield line
             return
@@ -273,7 +273,7 @@ class _Function:
             operation, rest = self._definitions.get(operand, ("", ""))
             if operation == "alloca":
                 return True
-            base = re.search(r", ptr (%[\w.]+)", rest) if operation == "getelementptr" else None
+            base = re.search(r", ptr (%[\w.$-]+)", rest) if operation == "getelementptr" else None
             if base is None:
                 return False
             operand = base[1]
