@@ -73,6 +73,11 @@ RIGHT = {
     "a difference that is put right": "y[i] = x[i - n + 64] + x[(i - 100) + 100] + x[127 - i];",
     "a negative offset": "const int offset = -int(n); y[i] = i >= n ? x[i + offset] : x[int(i) - offset];",
     "a difference modulo 2^32": "const uint older = 4294967290u, age = i - older; y[i] = age < 128 ? x[age] : 0;",
+    # clang calls what it makes of the index here %.pre-phi.
+    "an index of two branches": """
+      if (n % 2) { for (uint k = 0; k < n; ++k) y[k] = simd_sum(x[2 * i]); }
+      threadgroup_barrier(mem_flags::mem_device);
+      for (uint k = 2 * i; k < n; k += 256) y[k] = 1;""",
     "narrow numbers": "const uchar k = uchar(i * 3); y[i] = x[k & 127]; y[i] += ushort(i * n * 77);",
 }
 
