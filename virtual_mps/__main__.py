@@ -49,7 +49,14 @@ def mutants(given: argparse.Namespace, tests: list[str]) -> int:
     sys.path.insert(0, os.getcwd())  # as `python -m pytest` does
     try:
         return mutants(
-            given.shaders, tests[1:], given.reasons, given.include_dirs, given.defines, given.jobs, given.list
+            given.shaders,
+            tests[1:],
+            given.reasons,
+            given.include_dirs,
+            given.defines,
+            given.jobs,
+            given.seconds,
+            given.list,
         )
     except Problem as problem:
         raise EnvironmentProblem(f"virtual_mps mutants: {problem}") from None
@@ -71,6 +78,7 @@ def main() -> int:
     changes.add_argument("-I", dest="include_dirs", action="append", default=[])
     changes.add_argument("-D", dest="defines", action="append", default=[])
     changes.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
+    changes.add_argument("--seconds", type=float, help="of processor time to look for a test that fails, per mutant")
     changes.add_argument("--list", action="store_true", help="only say which mutants there are")
     own, tests = sys.argv[1:], []
     if own[:1] == ["mutants"] and "--" in own:

@@ -8,6 +8,7 @@ the shader compiler makes the change in whatever text the extension hands to Met
 collected once, in a process that forks for each mutant.
 """
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -17,10 +18,12 @@ import os
 import select
 import shutil
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 try:
     import tomllib
@@ -38,9 +41,12 @@ from .compiler.objects import same_code
 from .compiler.preprocess import preprocess
 from .compiler.source import Source
 
-# A mutant may loop for ever. What its tests took without it, and this for compiling its kernels, is enough for others.
-PATIENCE = 10  # times
-COMPILING = 120  # seconds
+# A mutant may loop for ever: a test may take this many times what it took without it, and a bit. Processor time, for
+# others may use the machine too.
+PATIENCE = 10
+AND_A_BIT = 20  # seconds
+# It may also wait for ever, and use none. This long on the clock without the end of a test is too long on any machine.
+SILENCE = 1200  # seconds
 KILLED = ("killed", "does not compile", "ran too long", "ended the process")
 
 
@@ -88,20 +94,12 @@ class Shader:
 
 # ---- the process that runs tests ------------------------------------------------------------------------------------
 class _Recorder:
-    """Notes how long each test takes and which kernels it launches, or only the first that fails."""
+    """Notes how long each test takes, which kernels it launches, and the first that fails."""
 
-    def __init__(self, wanted: Sequence[str] | None = None):
-        self.wanted = wanted
+    def __init__(self) -> None:
         self.runs: dict[str, TestRun] = {}
         self.failure: tuple[str, str] | None = None
         self._api = _launch_log()
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if self.wanted is not None:
-            place = {name: i for i, name in enumerate(self.wanted)}
-            chosen = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
-            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in place])
-            items[:] = chosen
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -134,21 +132,59 @@ def _launch_log() -> Callable[[], str]:
     return take
 
 
-def _pytest(arguments: Sequence[str], plugin: object | None = None) -> int:
-    """Runs pytest in this process and says nothing."""
-    flags = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+class _Collected:
+    """A plugin: what to do with the tests that pytest has collected, instead of running them."""
+
+    def __init__(self, use: Callable[[pytest.Session], int]):
+        self._use = use
+        self.result: int | None = None
+        self.error: BaseException | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.items and not session.testsfailed:
+            try:
+                self.result = self._use(session)
+            except BaseException as error:  # pytest would make a report of it
+                self.error = error
+        return True
+
+
+def _with_tests(arguments: Sequence[str], use: Callable[[pytest.Session], int]) -> int:
+    """Collects tests in this process, without a word, and gives what `use` makes of them."""
+    flags = ["-q", "--no-header", "--capture=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    plugin = _Collected(use)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        status = pytest.main([*arguments, *flags], plugins=[plugin] if plugin else None)
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        status = pytest.main([*arguments, *flags], plugins=[plugin])
+    if plugin.error:
+        raise plugin.error
+    if plugin.result is None:
         raise Problem(out.getvalue().strip() or f"pytest ended with status {int(status)}")
-    return int(status)
+    return plugin.result
+
+
+def _run(session: pytest.Session, items: Sequence[pytest.Item], go_on: Callable[[_Recorder], bool]) -> _Recorder:
+    """Runs tests in this process; `go_on` is asked after each."""
+    recorder = _Recorder()
+    session.config.pluginmanager.register(recorder)
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if not go_on(recorder):
+            break
+    return recorder
 
 
 class Child:
-    """A fork of this process that computes something, and may take too long or die."""
+    """A fork of this process that computes something, and may take too long or die.
 
-    def __init__(self, compute: Callable[[], object], environment: dict[str, str], seconds: float):
-        self.deadline = time.monotonic() + seconds
+    compute: is given a function to call now and then, as a sign of life.
+    silence: seconds after which no sign of life is a sign of its end.
+    """
+
+    def __init__(self, compute: Callable[[Callable[[], None]], object], environment: dict[str, str], silence: float):
+        self._silence = silence
+        self.deadline = time.monotonic() + silence
+        self._text = b""
         receiving, sending = os.pipe()
         self.pid = os.fork()
         if self.pid:
@@ -161,42 +197,54 @@ class Child:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
-            answer = json.dumps(compute())
+            answer = json.dumps(compute(lambda: os.write(sending, b"\n")))
         except BaseException:  # whatever it is, the other side is to hear of it
             answer = json.dumps({"problem": traceback.format_exc()})
         with os.fdopen(sending, "w") as pipe:
             pipe.write(answer)
         os._exit(0)
 
+    def has_ended(self) -> bool:
+        """To be asked when there is something in the pipe."""
+        piece = os.read(self.pipe, 1 << 16)
+        self._text += piece
+        self.deadline = time.monotonic() + self._silence
+        return not piece
+
     def answer(self) -> dict | None:
         """What it computed; None if it took too long, and an empty answer if it died."""
-        text = b""
-        while (left := self.deadline - time.monotonic()) > 0:
-            if select.select([self.pipe], [], [], left)[0]:
-                if not (piece := os.read(self.pipe, 1 << 16)):
-                    break
-                text += piece
+        ended = False
+        while not ended and (left := self.deadline - time.monotonic()) > 0:
+            ended = bool(select.select([self.pipe], [], [], left)[0]) and self.has_ended()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        _, status = os.waitpid(self.pid, 0)
         os.close(self.pipe)
-        if left <= 0:
+        if not ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
             return None
-        answer = json.loads(text) if text else {}
+        answer = json.loads(self._text) if self._text.strip() else {}
         if "problem" in answer:
             raise Problem(answer["problem"])
         return answer
 
 
+def limit_processor_time(seconds: float) -> None:
+    """Ends this process when it has used that much more; `Child` then says that it took too long."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 # ---- one mutant -----------------------------------------------------------------------------------------------------
-def _baseline(arguments: Sequence[str]) -> dict[str, TestRun]:
-    def compute() -> dict:
-        recorder = _Recorder()
-        _pytest(arguments, recorder)
+def _baseline(session: pytest.Session) -> dict[str, TestRun]:
+    def compute(alive: Callable[[], None]) -> dict:
+        def go_on(so_far: _Recorder) -> bool:
+            alive()
+            return so_far.failure is None
+
+        recorder = _run(session, session.items, go_on)
         runs = {name: (run.seconds, sorted(run.kernels)) for name, run in recorder.runs.items()}
         return {"failure": recorder.failure, "runs": runs}
 
-    answer = Child(compute, {}, 24 * 3600).answer()
+    answer = Child(compute, {}, SILENCE).answer()
     if not answer:
         raise Problem("the process of the tests died")
     if answer["failure"]:
@@ -204,7 +252,49 @@ def _baseline(arguments: Sequence[str]) -> dict[str, TestRun]:
     return {name: TestRun(seconds, frozenset(kernels)) for name, (seconds, kernels) in answer["runs"].items()}
 
 
-def _try(mutant: Mutant, shaders: Sequence[Shader], arguments: Sequence[str], tests: Sequence[str]) -> dict:
+@dataclasses.dataclass
+class _Tests:
+    """What the mutants are tried on, and in which order."""
+
+    session: pytest.Session
+    runs: dict[str, TestRun]
+    seconds: float | None  # of processor time that a mutant gets
+    killers: list[str] = dataclasses.field(default_factory=list)  # the latest first
+
+    def of(self, kernels: set[str]) -> list[pytest.Item]:
+        """Tests that launch any of the kernels. First those that have killed mutants, for the next one of a function is
+        likely to die of what the last one did; then the fastest of each kind, the next of each kind, and so on. Tests
+        are of a kind if one function launches the same kernels."""
+        items = [item for item in self.session.items if self.runs[item.nodeid].kernels & kernels]
+        items.sort(key=lambda item: self.runs[item.nodeid].seconds)
+        killers = {name: i for i, name in enumerate(self.killers)}
+        kinds: collections.Counter[tuple[str, frozenset[str]]] = collections.Counter()
+        place = {}
+        for item in items:
+            kind = (item.nodeid.partition("[")[0], self.runs[item.nodeid].kernels)
+            place[item] = (killers.get(item.nodeid, len(killers)), kinds[kind])
+            kinds[kind] += 1
+        return sorted(items, key=place.__getitem__)
+
+    def run(self, items: Sequence[pytest.Item], alive: Callable[[], None]) -> _Recorder:
+        """Until one fails, or the time is over."""
+        limits = iter([self.runs[item.nodeid].seconds for item in items[1:]])
+
+        def go_on(recorder: _Recorder) -> bool:
+            alive()
+            limit_processor_time(PATIENCE * next(limits, 0) + AND_A_BIT)
+            return recorder.failure is None and (self.seconds is None or sum(os.times()[:4]) < self.seconds)
+
+        limit_processor_time(PATIENCE * self.runs[items[0].nodeid].seconds + AND_A_BIT)
+        return _run(self.session, items, go_on)
+
+    def killed_by(self, name: str) -> None:
+        self.killers = [name, *(other for other in self.killers if other != name)]
+
+
+def _try(
+    mutant: Mutant, shaders: Sequence[Shader], tests: _Tests, items: Sequence[pytest.Item], alive: Callable[[], None]
+) -> dict:
     """In a child: the outcome, and what tells of it."""
     for shader in shaders:
         changed = mutation.apply(shader.source.text.decode(), mutant)
@@ -213,10 +303,11 @@ def _try(mutant: Mutant, shaders: Sequence[Shader], arguments: Sequence[str], te
                 check(changed, instantiate=True)
         except CompileError as error:
             return {"outcome": "does not compile", "detail": str(error).splitlines()[0]}
-    recorder = _Recorder(tests)
-    _pytest([*arguments, "-x"], recorder)
+    recorder = tests.run(items, alive)
     if recorder.failure:
         return {"outcome": "killed", "detail": ": ".join(recorder.failure)}
+    if len(recorder.runs) < len(items):
+        return {"outcome": "survived", "detail": f"{len(recorder.runs)} of {len(items)} tests were run"}
     return {"outcome": "equivalent" if _is_equivalent(mutant) else "survived", "detail": ""}
 
 
@@ -247,32 +338,27 @@ def _forget(mutant: Mutant) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_all(
-    results: Sequence[Result], shaders: Sequence[Shader], arguments: Sequence[str], runs: dict[str, TestRun], jobs: int
-) -> Iterator[Result]:
+def _run_all(results: Sequence[Result], shaders: Sequence[Shader], tests: _Tests, jobs: int) -> Iterator[Result]:
     """Gives each result with its outcome, as it comes to be known."""
     waiting, running = list(results), {}
-    recent: list[str] = []  # tests that have killed: where one fails, the next mutant of the function is likely to
     while waiting or running:
         while waiting and len(running) < jobs:
             result = waiting.pop(0)
-            kernels = set().union(*(shader.kernels_with(result.mutant) for shader in shaders))
-            tests = [name for name, run in runs.items() if run.kernels & kernels]
-            if not tests:
+            items = tests.of(set().union(*(shader.kernels_with(result.mutant) for shader in shaders)))
+            if not items:
                 result.outcome, result.detail = "survived", "no test launches a kernel with it"
                 yield result
                 continue
-            tests.sort(key=lambda name: (recent.index(name) if name in recent else len(recent), runs[name].seconds))
-            seconds = COMPILING + PATIENCE * sum(runs[name].seconds for name in tests)
-            compute = lambda m=result.mutant, t=tests: _try(m, shaders, arguments, t)  # noqa: E731
-            child = Child(compute, {mutation.VARIABLE: result.mutant.environment()}, seconds)
+            compute = lambda alive, m=result.mutant, i=items: _try(m, shaders, tests, i, alive)  # noqa: E731
+            child = Child(compute, {mutation.VARIABLE: result.mutant.environment()}, SILENCE)
             running[child.pipe] = (child, result)
         if not running:
             return
         soonest = min(child.deadline for child, _ in running.values()) - time.monotonic()
         ready = select.select(list(running), [], [], max(soonest, 0))[0]
+        ended = [pipe for pipe in ready if running[pipe][0].has_ended()]
         late = [pipe for pipe, (child, _) in running.items() if child.deadline <= time.monotonic()]
-        for pipe in {*ready, *late}:
+        for pipe in {*ended, *late}:
             child, result = running.pop(pipe)
             answer = child.answer()
             if answer is None:
@@ -282,8 +368,7 @@ def _run_all(
             else:
                 result.outcome, result.detail = answer["outcome"], answer["detail"]
             if result.outcome == "killed":
-                name = result.detail.partition(": ")[0]
-                recent = [name, *(other for other in recent if other != name)]
+                tests.killed_by(result.detail.partition(": ")[0])
             _forget(result.mutant)
             yield result
 
@@ -324,6 +409,7 @@ def mutants(
     include_dirs: Sequence[str],
     defines: Sequence[str],
     jobs: int,
+    seconds: float | None,
     only_list: bool,
 ) -> int:
     """The command; its exit status."""
@@ -339,15 +425,27 @@ def mutants(
     reasons = _reasons(reasons_file)
     os.environ.setdefault("VIRTUAL_MPS_CHECK", "1")
     activate()
-    _pytest([*arguments, "--collect-only"])
-    runs = _baseline(arguments)
-    used = sum(bool(run.kernels) for run in runs.values())
-    seconds = sum(run.seconds for run in runs.values())
-    print(
-        f"{len(results)} mutants; {used} of {len(runs)} tests launch kernels; they all take {seconds:.0f} s", flush=True
+    told = sys.stdout
+    return _with_tests(
+        arguments, lambda session: _all(list(results.values()), shaders, session, reasons, jobs, seconds, told)
     )
+
+
+def _all(
+    results: Sequence[Result],
+    shaders: Sequence[Shader],
+    session: pytest.Session,
+    reasons: dict[tuple[str, Mutant], str],
+    jobs: int,
+    seconds: float | None,
+    told: TextIO,
+) -> int:
+    runs = _baseline(session)
+    used = [run.seconds for run in runs.values() if run.kernels]
+    first = f"{len(results)} mutants; {len(used)} of {len(runs)} tests launch kernels, in {sum(used):.0f} s"
+    print(first, file=told, flush=True)
     missing = []
-    for result in _run_all(list(results.values()), shaders, arguments, runs, jobs):
+    for result in _run_all(results, shaders, _Tests(session, runs, seconds), jobs):
         reason = reasons.pop((_file(result), result.mutant), None)
         if result.outcome == "survived" and reason:
             result.outcome, result.detail = "survived with a reason", reason
@@ -357,10 +455,10 @@ def mutants(
             missing.append(result)
             result.outcome += ", though mutants.toml says that it survives"
         detail = f"\n    {result.detail}" if result.detail else ""
-        print(f"{result.outcome:16} {_short(result.place)}  {result.mutant}{detail}", flush=True)
-    return _report(
-        results.values(), missing, {key for key in reasons if key[0] in {_file(r) for r in results.values()}}
-    )
+        print(f"{result.outcome:16} {_short(result.place)}  {result.mutant}{detail}", file=told, flush=True)
+    files = {_file(result) for result in results}
+    with contextlib.redirect_stdout(told):
+        return _report(results, missing, {key for key in reasons if key[0] in files})
 
 
 def _short(place: str) -> str:

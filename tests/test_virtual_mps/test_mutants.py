@@ -13,7 +13,7 @@ from virtual_mps.compiler import mutation
 from virtual_mps.compiler.mutation import Mutant
 from virtual_mps.compiler.preprocess import preprocess
 from virtual_mps.compiler.source import Source
-from virtual_mps.mutants import Child, Problem
+from virtual_mps.mutants import Child, Problem, limit_processor_time
 
 HEADER = """
 #pragma once
@@ -101,6 +101,11 @@ def test_what_is_changed():
         ("if (i < n) x[i] = 1;", "true"),
         ("if (i >= n) return;", "false"),
         ("if (i >= n) { return; }", "false"),
+        ("if (i < n) return;", "false"),
+        ("if (i >= n) return 0;", "false"),
+        ("if (!(i < n)) return 0;", "true"),
+        ("if (i < n) return x[i];", "true"),
+        ("if (!(i >= n)) { return x[i]; }", "false"),
         ("if (!(i >= n)) x[i] = 1;", "false"),
         ("if (i >= n || n > 9) return;", "false"),
         ("x[i] = i < n ? 1 : 2;", "true"),
@@ -138,7 +143,7 @@ def test_which_kernels_a_function_is_part_of():
 def test_survivors(project):
     status, told = mutants(project, "--reasons", "why.toml")
     assert status == 0, told
-    assert "9 mutants; 1 of 1 tests launch kernels" in told
+    assert "9 mutants; 1 of 1 tests launch kernels, in " in told
     assert "7 killed, 2 survived with a reason" in told
     assert "sums.h:6  sum_of: barrier removed" in told
     assert "test_sums.py::test_a_part" in told
@@ -175,21 +180,39 @@ def test_mutants_that_are_none(project):
 
 
 def test_a_process_that_does_not_end():
-    assert Child(lambda: time.sleep(60), {}, seconds=0.2).answer() is None
+    assert Child(lambda alive: time.sleep(60), {}, silence=0.2).answer() is None
+
+
+def test_a_process_that_gives_signs_of_life():
+    def compute(alive):
+        for _ in range(4):
+            time.sleep(0.5)
+            alive()
+        return {"mutant": "slow"}
+
+    assert Child(compute, {}, silence=1.5).answer() == {"mutant": "slow"}
+
+
+def test_a_process_that_loops():
+    def compute(alive):
+        limit_processor_time(0.1)
+        while True:
+            pass
+
+    assert Child(compute, {}, silence=60).answer() is None
 
 
 def test_a_process_that_dies():
-    assert Child(lambda: os.kill(os.getpid(), signal.SIGKILL), {}, seconds=60).answer() == {}
+    assert Child(lambda alive: os.kill(os.getpid(), signal.SIGKILL), {}, silence=60).answer() == {}
 
 
 def test_a_process_with_an_answer():
-    answer = Child(
-        lambda: {"mutant": os.environ["VIRTUAL_MPS_MUTANT"]}, {"VIRTUAL_MPS_MUTANT": "x"}, seconds=60
-    ).answer()
+    variable = {"VIRTUAL_MPS_MUTANT": "x"}
+    answer = Child(lambda alive: {"mutant": os.environ["VIRTUAL_MPS_MUTANT"]}, variable, silence=60).answer()
     assert answer == {"mutant": "x"}
     assert "VIRTUAL_MPS_MUTANT" not in os.environ
     with pytest.raises(Problem, match="ZeroDivisionError"):
-        Child(lambda: 1 // 0, {}, seconds=60).answer()
+        Child(lambda alive: 1 // 0, {}, silence=60).answer()
 
 
 def test_tests_that_fail_without_a_mutant(project):

@@ -168,7 +168,9 @@ def _unchecked(comparison: Node) -> bytes | None:
         statement = parent.parent
         if statement.type == "while_statement":
             return b"true" if conjunct else None
-        return b"false" if negated != _leaves(statement.child_by_field_name("consequence")) else b"true"
+        is_upper_bound = (comparison.child_by_field_name("operator").text[:1] == b"<") != negated
+        leaves = _leaves(statement.child_by_field_name("consequence"), is_upper_bound)
+        return b"false" if negated != leaves else b"true"
     if parent.type in ("for_statement", "do_statement"):
         return b"true" if conjunct and parent.child_by_field_name("condition") == node else None
     if parent.type == "conditional_expression" and parent.child_by_field_name("condition") != node:
@@ -178,10 +180,12 @@ def _unchecked(comparison: Node) -> bytes | None:
     return None
 
 
-def _leaves(statement: Node) -> bool:
-    """`if (i >= n) return;`: the check is of what is to be left out."""
+def _leaves(statement: Node, is_upper_bound: bool) -> bool:
+    """`if (i >= n) return;`: the check is of what is to be left out, unlike in `if (i < n) return x[i];`."""
     if statement.type == "compound_statement" and statement.named_child_count == 1:
         statement = statement.named_children[0]
+    if statement.type == "return_statement" and statement.named_child_count:
+        return not is_upper_bound
     return statement.type in _EXITS
 
 
