@@ -3,6 +3,8 @@
 from torch_metalk.ops.attention import attention
 from torch_metalk.ops.geglu import geglu
 from torch_metalk.ops.lora_linear import lora_linear
+from torch_metalk.ops.lora_mlp import lora_mlp
+from torch_metalk.ops.lora_qkv import lora_qkv
 from torch_metalk.ops.matmul import matmul
 from torch_metalk.ops.rms_norm import rms_norm
 from torch_metalk.ops.rope import rope, rope_qk
@@ -14,6 +16,8 @@ __all__ = [
     "attention",
     "geglu",
     "lora_linear",
+    "lora_mlp",
+    "lora_qkv",
     "matmul",
     "rms_norm",
     "rope",

@@ -3,6 +3,7 @@ is accepted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -91,3 +92,23 @@ def gradient(op: str, dy: torch.Tensor, like: torch.Tensor, name: str = "dy") ->
         refuse(op, name, shape_of(dy), f"the shape of the output, {tuple(like.shape)}")
     if not alike(like, dy):
         floating(op, x=like, **{name: dy})
+
+
+def adapter(
+    op: str,
+    in_features: int,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scaling: float,
+    names: Sequence[str] = ("lora_a", "lora_b", "scaling"),
+) -> None:
+    """A low-rank adapter of a layer with so many input features."""
+    name_a, name_b, name_scaling = names
+    if lora_a.dim() != 2 or lora_a.shape[1] != in_features:
+        refuse(op, name_a, shape_of(lora_a), f"[R, {in_features}], the features of the layer's input")
+    if lora_a.shape[0] == 0:
+        refuse(op, name_a, "of rank 0", "a rank of at least 1")
+    if lora_b.dim() != 2 or lora_b.shape[1] != lora_a.shape[0]:
+        refuse(op, name_b, shape_of(lora_b), f"[N, {lora_a.shape[0]}], the rank of {name_a}")
+    if not math.isfinite(scaling):
+        refuse(op, name_scaling, scaling, "a finite number")

@@ -26,9 +26,10 @@ def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Gated(NamedTuple):
-    """``call(gate, up, *parameters)`` and ``packed(gate_up, *parameters)``."""
+    """``call(gate, up, *parameters)``, its backward, and ``packed(gate_up, *parameters)``."""
 
     call: Operator
+    call_backward: Operator
     packed: Operator
 
     def __call__(self, gate: Tensor, up: Tensor | None, *parameters) -> Tensor:
@@ -156,4 +157,4 @@ def define_gated(name: str, parameters: str, activation: Activation, check: Call
         eager=eager_packed_backward,
         fake=fake_packed_backward,
     )
-    return Gated(op, packed)
+    return Gated(op, op_backward, packed)

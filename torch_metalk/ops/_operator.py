@@ -33,12 +33,15 @@ class _NotDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, op, structure, *flat):
+    def forward(ctx, op, structure, result_structure, *flat):
         ctx.op_name = op.name()
         ctx.set_materialize_grads(False)
         with torch._C._AutoDispatchBelowAutograd():
             result = op(*pytree.tree_unflatten(flat, structure))
-        return tuple(result) if isinstance(result, list) else result
+        # Only tensors that are outputs by themselves get marked, not those in a list.
+        flat_result, spec = pytree.tree_flatten(result)
+        result_structure.append(spec)
+        return tuple(flat_result)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -50,9 +53,9 @@ class _NotDifferentiable(torch.autograd.Function):
 
 def _not_differentiable(op: torch._ops.OpOverload, *args):
     flat, structure = pytree.tree_flatten(args)
-    result = _NotDifferentiable.apply(op, structure, *flat)
-    returns_list = len(op._schema.returns) == 1 and isinstance(op._schema.returns[0].type, torch.ListType)
-    return list(result) if returns_list else result
+    result_structure: list[pytree.TreeSpec] = []
+    result = _NotDifferentiable.apply(op, structure, result_structure, *flat)
+    return pytree.tree_unflatten(result, result_structure[0])
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
@@ -198,3 +201,9 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`t.to(dtype)`, without a call into torch where there is nothing to do."""
     return t if t.dtype is dtype else t.to(dtype)
+
+
+def rows(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[..., K]`` as a matrix ``[rows, K]`` of this dtype."""
+    t = cast(t, dtype)
+    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 2 else t[None]

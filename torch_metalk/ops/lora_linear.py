@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import cast, compute_dtype, define
+from torch_metalk.ops._operator import cast, compute_dtype, define, rows
 
 
 def lora_linear(x: Tensor, base_out: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
@@ -41,28 +39,16 @@ def _check(x: Tensor, y: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float,
         _checks.floating(op, x=x, lora_a=lora_a, lora_b=lora_b, **{y_name: y})
     if x.dim() == 0:
         _checks.refuse(op, "x", _checks.shape_of(x), "at least one dimension")
-    if lora_a.dim() != 2 or lora_a.shape[1] != x.shape[-1]:
-        _checks.refuse(op, "lora_a", _checks.shape_of(lora_a), f"[R, {x.shape[-1]}], the last dimension of x")
-    if lora_a.shape[0] == 0:
-        _checks.refuse(op, "lora_a", "of rank 0", "a rank of at least 1")
-    if lora_b.dim() != 2 or lora_b.shape[1] != lora_a.shape[0]:
-        _checks.refuse(op, "lora_b", _checks.shape_of(lora_b), f"[N, {lora_a.shape[0]}], the rank of lora_a")
+    _checks.adapter(op, x.shape[-1], lora_a, lora_b, scaling)
     if y.shape != (*x.shape[:-1], lora_b.shape[0]):
         _checks.refuse(op, y_name, _checks.shape_of(y), f"{(*x.shape[:-1], lora_b.shape[0])}, from x and lora_b")
-    if not math.isfinite(scaling):
-        _checks.refuse(op, "scaling", scaling, "a finite number")
-
-
-def _rows(t: Tensor, dtype: torch.dtype) -> Tensor:
-    t = cast(t, dtype)
-    return t if t.dim() == 2 else t.flatten(0, -2) if t.dim() > 2 else t[None]
 
 
 def _eager(x: Tensor, base_out: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
     _check(x, base_out, lora_a, lora_b, scaling)
     dtype = compute_dtype(x, base_out, lora_a, lora_b)
-    h = torch.mm(_rows(x, dtype), cast(lora_a, dtype).t())
-    y = torch.addmm(_rows(base_out, dtype), h, cast(lora_b, dtype).t(), alpha=scaling)
+    h = torch.mm(rows(x, dtype), cast(lora_a, dtype).t())
+    y = torch.addmm(rows(base_out, dtype), h, cast(lora_b, dtype).t(), alpha=scaling)
     return cast(y.view(base_out.shape), base_out.dtype)
 
 
@@ -74,7 +60,7 @@ def _fake(x: Tensor, base_out: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: 
 def _eager_backward(dy: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, output_mask: list[bool]):
     _check(x, dy, lora_a, lora_b, scaling, "lora_linear_backward", "dy")
     dtype = compute_dtype(x, dy, lora_a, lora_b)
-    dy_, a_ = _rows(dy, dtype), cast(lora_a, dtype)
+    dy_, a_ = rows(dy, dtype), cast(lora_a, dtype)
     dx = da = db = None
     # [R, rows] and not [rows, R]: with the narrow side first, BLAS libraries are up to 2.5 times as fast.
     if output_mask[0] or output_mask[1]:
@@ -82,7 +68,7 @@ def _eager_backward(dy: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scali
     if output_mask[0]:
         dx = cast(torch.mm(dh.t(), a_).view(x.shape), x.dtype)
     if output_mask[1] or output_mask[2]:
-        x_ = _rows(x, dtype)
+        x_ = rows(x, dtype)
     if output_mask[1]:
         da = cast(torch.mm(dh, x_), lora_a.dtype)
     if output_mask[2]:
