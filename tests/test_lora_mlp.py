@@ -40,12 +40,12 @@ def make(rows, k, f, n, ranks, biases=()):
 
     def tensors():
         shape = rows if isinstance(rows, tuple) else (rows,)
-        made = {"x": torch.randn(*shape, k)}
+        made = {"x": torch.randn(*shape, k) / 2}  # third derivatives stay small enough for gradcheck in float32
         for i, (r, inputs, outputs) in enumerate(zip(ranks, (k, k, f), (f, f, n), strict=True)):
             made[f"w{i}"] = torch.randn(outputs, inputs) / max(inputs, 1) ** 0.5
             if r:
                 made[f"a{i}"] = torch.randn(r, inputs) / max(inputs, 1) ** 0.5
-                made[f"b{i}"] = torch.randn(outputs, r) / 8  # third derivatives small enough for gradcheck in float32
+                made[f"b{i}"] = torch.randn(outputs, r) / 4
             if i in biases:
                 made[f"bias{i}"] = torch.randn(outputs)
         return made

@@ -10,17 +10,24 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from torch_metalk.ops import _checks
 from torch_metalk.patching import families
 from torch_metalk.patching.report import PatchReport
 
 #: What the `ops` argument of `patch` may name.
-PATCHABLE_OPS = ("rms_norm", "rope", "attention", "swiglu", "geglu", "lora_linear")
+PATCHABLE_OPS = ("rms_norm", "rope", "attention", "swiglu", "geglu", "lora_linear", "lora_qkv", "lora_mlp")
+
+#: Who makes the products of frozen weights inside of the fused LoRA units.
+BASE_MATMULS = ("torch", "metal")
+
+#: Those among them that run PEFT's layers.
+LORA_OPS = families.LORA_LAYER_OPS | {"lora_mlp"}
 
 #: Implementations of attention that stand for "whatever is fast", not for a wish of the user.
 _REPLACEABLE_ATTENTION = ("sdpa", "eager")
 
 
-def patch(model: nn.Module, ops: Iterable[str] | None = None) -> PatchReport:
+def patch(model: nn.Module, ops: Iterable[str] | None = None, base_matmul: str = "torch") -> PatchReport:
     """Run a model's norms, MLPs, attention and LoRA layers through this package's operators.
 
     Works on this model alone: no class or function of transformers or PEFT is changed, and another model built from the
@@ -30,19 +37,31 @@ def patch(model: nn.Module, ops: Iterable[str] | None = None) -> PatchReport:
     Args:
         model: a transformers model, a PEFT model around one, or any module that contains some.
         ops: the operators to use, names out of `PATCHABLE_OPS`, in addition to those in use already; None for all.
+            ``"lora_linear"`` adds an adapter to what its layer made, ``"lora_qkv"`` makes the frozen product as well,
+            of one layer or of an attention's q, k and v at once, and ``"lora_mlp"`` is a whole gated MLP. On every call
+            the largest of them runs that gives what PEFT gives.
+        base_matmul: ``"torch"``, or ``"metal"`` to have the frozen products inside of ``"lora_qkv"`` and ``"lora_mlp"``
+            made by this package's kernels on mps. The last call decides, for the whole model.
 
     Returns:
         A `PatchReport`: what is patched now, and what was left alone and why. Print it.
 
     Raises:
         TypeError: model is not a module.
-        ValueError: an unknown name in `ops`, or none at all.
+        ValueError: an unknown name in `ops`, or none at all; an unknown `base_matmul`.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     wanted = _check(model, ops).union(*map(_in_use, modules))
-    patched, skipped = Counter(), Counter()
+    _checks.one_of("patch", "base_matmul", base_matmul, BASE_MATMULS)
+    own_matmul = base_matmul == "metal"
+    lora_layers = [module for module in modules if _is_lora(module)]
+    if wanted & families.LORA_LAYER_OPS:
+        _take_over(lora_layers, wanted, own_matmul)
+    patched, skipped, within = Counter(), Counter(), {}
     for module in modules:
-        _patch_module(module, wanted, patched, skipped)
+        _patch_module(module, wanted, own_matmul, patched, skipped, within)
+    for layer in lora_layers:
+        _report_lora(layer, wanted, patched, skipped, within)
     if "attention" in wanted:
         _patch_attention(model, modules, patched, skipped)
     return PatchReport(patched, skipped)
@@ -57,7 +76,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if (stock := families.stock_class(module)) is not type(module):
             module.__class__ = stock
-            module.__dict__.pop(families.OPS_ATTRIBUTE, None)
+            for attribute in (families.OPS_ATTRIBUTE, families.MATMUL_ATTRIBUTE):
+                module.__dict__.pop(attribute, None)
         for name, config in module.__dict__.pop(families.CONFIGS_ATTRIBUTE, {}).items():
             module.__dict__[name] = config
     return model
@@ -86,19 +106,23 @@ def _in_use(module: nn.Module) -> set[str]:
     ops = set(module.__dict__.get(families.OPS_ATTRIBUTE, ()))
     if families.has_own_config(module):
         ops.add("attention")
-    if type(module).__module__ == "torch_metalk.peft.linear":
-        ops.add("lora_linear")
     return ops
 
 
-def _patch_module(module: nn.Module, wanted: frozenset[str], patched: Counter, skipped: Counter) -> None:
+def _patch_module(
+    module: nn.Module,
+    wanted: frozenset[str],
+    own_matmul: bool,
+    patched: Counter,
+    skipped: Counter,
+    within: dict[nn.Module, tuple[str, str]],
+) -> None:
     cls = families.stock_class(module)
     target = families.target_of(cls)
     if target is not None:
-        _patch_target(module, target, wanted, patched, skipped)
+        _patch_target(module, target, wanted, own_matmul, patched, skipped, within)
     elif _is_lora(module):
-        if "lora_linear" in wanted:
-            _patch_lora(module, patched, skipped)
+        return
     elif op := _looks_like(cls, wanted):
         skipped[cls.__name__, op, "not in the table of model families"] += 1
 
@@ -115,24 +139,38 @@ def _looks_like(cls: type[nn.Module], wanted: frozenset[str]) -> str | None:
 
 
 def _patch_target(
-    module: nn.Module, target: families.Target, wanted: frozenset[str], patched: Counter, skipped: Counter
+    module: nn.Module,
+    target: families.Target,
+    wanted: frozenset[str],
+    own_matmul: bool,
+    patched: Counter,
+    skipped: Counter,
+    within: dict[nn.Module, tuple[str, str]],
 ) -> None:
     from torch_metalk.patching.modules import patched_class
 
+    name = target.stock.__name__
     op, reason = _op_of(module, target)
     if reason is None and "forward" in module.__dict__:
         reason = "its forward was replaced on the instance"
-    if op in wanted:
-        key = (target.stock.__name__, op, reason or "")
-        (patched if reason is None else skipped)[key] += 1
-    # A module whose own operator is not wanted still has to notice LoRA layers that PEFT puts into it later.
     enabled = {op} & wanted if reason is None else set()
     if target.kind != "RMSNorm" and "forward" not in module.__dict__:
-        enabled |= {"lora_linear"} & wanted
+        # A module whose own operator is not wanted still has to notice LoRA layers that PEFT puts into it later.
+        enabled |= families.LORA_LAYER_OPS & wanted
+        if target.kind == "MLP" and reason is None and len(target.family.gate_up) == 2:
+            enabled |= {"lora_mlp"} & wanted
     if enabled:
         enabled |= set(module.__dict__.get(families.OPS_ATTRIBUTE, ()))
         module.__class__ = patched_class(target.stock)
-        module.__dict__[families.OPS_ATTRIBUTE] = frozenset(enabled)
+        families.give_ops(module, enabled, own_matmul and not enabled.isdisjoint(LORA_OPS))
+    unit, why_not = _unit_of(module, target, enabled, within)
+    if unit is not None:
+        patched[name, unit, why_not] += 1
+    if op in wanted:
+        if reason is None and (unit, why_not) == ("lora_mlp", ""):
+            patched[name, op, "within lora_mlp at present"] += 1
+        else:
+            (patched if reason is None else skipped)[name, op, reason or ""] += 1
 
 
 def _op_of(module: nn.Module, target: families.Target) -> tuple[str, str | None]:
@@ -157,16 +195,66 @@ def _is_lora(module: nn.Module) -> bool:
     return layer is not None and isinstance(module, layer.LoraLayer)
 
 
-def _patch_lora(module: nn.Module, patched: Counter, skipped: Counter) -> None:
-    from torch_metalk.peft import take_over, why_stock
+def _take_over(lora_layers: list[nn.Module], wanted: frozenset[str], own_matmul: bool) -> None:
+    for layer in lora_layers:
+        from torch_metalk.peft import take_over
 
-    name = f"lora.{families.stock_class(module).__name__}"
-    if not take_over(module):
-        reason = "its forward was replaced on the instance" if "forward" in module.__dict__ else "not a lora.Linear"
-        skipped[name, "lora_linear", reason] += 1
+        take_over(layer, wanted, own_matmul)
+
+
+def _unit_of(
+    module: nn.Module, target: families.Target, enabled: set[str], within: dict[nn.Module, tuple[str, str]]
+) -> tuple[str | None, str]:
+    """The operator that calls several LoRA layers of a module at once, and why it does not at present.
+
+    None where the module has no layers for one. Notes the layers that it calls in `within`.
+    """
+    op, names = {
+        "Attention": ("lora_qkv", families.QKV),
+        "MLP": ("lora_mlp", (*target.family.gate_up, "down_proj")),
+    }.get(target.kind, (None, ()))
+    layers = [module._modules.get(name) for name in names]
+    if op not in enabled or not any(map(families.is_lora_linear, layers)):
+        return None, ""
+    from torch_metalk.peft import units
+
+    if op == "lora_qkv":
+        unit = units.qkv_unit(module)
+        layers = unit[0] if isinstance(unit, tuple) else []
+    else:
+        unit = units.gated_unit(module, target.family)
+    if unit is None:
+        return None, ""
+    if isinstance(unit, str):
+        return op, f"layer by layer at present: {unit}"
+    within |= dict.fromkeys(layers, (op, target.stock.__name__))
+    return op, ""
+
+
+def _report_lora(
+    layer: nn.Module,
+    wanted: frozenset[str],
+    patched: Counter,
+    skipped: Counter,
+    within: dict[nn.Module, tuple[str, str]],
+) -> None:
+    """What runs a LoRA layer at present: an operator of the module that it is in, one of its own, or PEFT."""
+    name = f"lora.{families.stock_class(layer).__name__}"
+    if layer in within:
+        op, where = within[layer]
+        patched[name, op, f"within {where} at present"] += 1
         return
-    reason = why_stock(module)
-    patched[name, "lora_linear", f"runs stock at present: {reason}" if reason else ""] += 1
+    ops = [op for op in ("lora_qkv", "lora_linear") if op in wanted]
+    if not ops:
+        return
+    from torch_metalk.peft import MetalkLoraLinear, units
+
+    if type(layer) is not MetalkLoraLinear:
+        reason = "its forward was replaced on the instance" if "forward" in layer.__dict__ else "not a lora.Linear"
+        skipped[name, ops[-1], reason] += 1
+        return
+    op, reason = units.op_alone(layer)
+    patched[name, op or ops[-1], f"runs stock at present: {reason}" if reason else ""] += 1
 
 
 # ---- attention, which transformers chooses by a string in the config

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,12 @@ def target_of(cls: type[nn.Module]) -> Target | None:
 
 #: Where a patched module keeps the names of the operators it may use.
 OPS_ATTRIBUTE = "_torch_metalk_ops"
+#: Where a module keeps that the frozen products of its LoRA units are made by this package's matmul.
+MATMUL_ATTRIBUTE = "_torch_metalk_own_matmul"
+#: The operators that a LoRA layer itself may use.
+LORA_LAYER_OPS = frozenset({"lora_linear", "lora_qkv"})
+#: The projections of one input that an attention calls.
+QKV = ("q_proj", "k_proj", "v_proj")
 #: Where a module whose config was replaced keeps the one it had: attribute name -> stock config.
 CONFIGS_ATTRIBUTE = "_torch_metalk_stock_configs"
 #: Where a module keeps what others want called with it: an operator that replaces the module would not call them.
@@ -91,6 +97,32 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class a module has, or had before it was patched."""
     cls = type(module)
     return getattr(cls, "stock", cls) if cls.__module__.startswith("torch_metalk.") else cls
+
+
+def give_ops(module: nn.Module, ops: Iterable[str], own_matmul: bool) -> None:
+    """Note which operators a module may use from now on."""
+    module.__dict__[OPS_ATTRIBUTE] = frozenset(ops)
+    if own_matmul:
+        module.__dict__[MATMUL_ATTRIBUTE] = True
+    else:
+        module.__dict__.pop(MATMUL_ATTRIBUTE, None)
+
+
+def may_use(module: nn.Module, op: str) -> bool:
+    return op in module.__dict__.get(OPS_ATTRIBUTE, ())
+
+
+def own_matmul(module: nn.Module) -> bool:
+    return module.__dict__.get(MATMUL_ATTRIBUTE, False)
+
+
+def is_lora_linear(module: nn.Module | None) -> bool:
+    """Whether this is PEFT's LoRA layer of a linear layer, stock or ours; asked without importing PEFT."""
+    cls = type(module)
+    return (cls.__module__, cls.__qualname__) in (
+        ("peft.tuners.lora.layer", "Linear"),
+        ("torch_metalk.peft.linear", "MetalkLoraLinear"),
+    )
 
 
 def has_own_config(module: nn.Module) -> bool:

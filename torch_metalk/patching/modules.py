@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 
 from torch_metalk import ops
@@ -17,10 +18,6 @@ from torch_metalk.patching import families
 from torch_metalk.patching.attention import register
 
 register()
-
-
-def _enabled(module: nn.Module, op: str) -> bool:
-    return op in module.__dict__.get(families.OPS_ATTRIBUTE, ())
 
 
 class Patched:
@@ -31,16 +28,21 @@ class Patched:
     def __setattr__(self, name, value):
         # PEFT puts its LoRA layers into their parents by setattr. Taking them over here makes `patch` work before
         # `get_peft_model` too, for this model alone and without a hook.
-        if isinstance(value, nn.Module) and _enabled(self, "lora_linear"):
+        if families.is_lora_linear(value) and (given := self.__dict__.get(families.OPS_ATTRIBUTE)):
             from torch_metalk.peft import take_over
 
-            take_over(value)
+            take_over(value, given, families.own_matmul(self))
         super().__setattr__(name, value)
 
 
+def _first_argument(target: families.Target) -> str:
+    """The name that stock has for the tensor that its forward takes first."""
+    return list(inspect.signature(target.stock.forward).parameters)[1]
+
+
 def _forward_of_one(target: families.Target, run: Callable[[nn.Module, Tensor], Tensor]):
-    """A forward of one tensor, which may be given by the name that stock has for it."""
-    name = list(inspect.signature(target.stock.forward).parameters)[1]
+    """A forward of one tensor, which may be given by its name."""
+    name = _first_argument(target)
 
     @functools.wraps(target.stock.forward)
     def forward(self, *args, **kwargs):
@@ -50,23 +52,42 @@ def _forward_of_one(target: families.Target, run: Callable[[nn.Module, Tensor], 
     return {"forward": forward}
 
 
+def _has_lora(module: nn.Module, names: Iterable[str]) -> bool:
+    return any(families.is_lora_linear(module._modules.get(name)) for name in names)
+
+
 def _norm(target: families.Target):
     return _forward_of_one(target, lambda self, x: ops.rms_norm(x, *families.norm_args(self, target.family.norm)))
 
 
 def _attention(target: families.Target):
     rotary_forward = families.attention_forward(target)
+    name = _first_argument(target)
 
     def forward(self, *args, **kwargs):
-        run = rotary_forward if _enabled(self, "rope") else target.stock.forward
-        return run(self, *args, **kwargs)
+        run = rotary_forward if families.may_use(self, "rope") else target.stock.forward
+        # What is handed over to the layers is of a call and not of a graph: compiled layers go one by one.
+        if torch.compiler.is_compiling() or not families.may_use(self, "lora_qkv") or not _has_lora(self, families.QKV):
+            return run(self, *args, **kwargs)
+        from torch_metalk.peft import units
+
+        with units.projected_together(self, args[0] if args else kwargs[name]):
+            return run(self, *args, **kwargs)
 
     return {"forward": functools.wraps(target.stock.forward)(forward)}
 
 
 def _mlp(target: families.Target):
+    members = (*target.family.gate_up, "down_proj")
+
     def run(self, x):
-        if _enabled(self, "swiglu") or _enabled(self, "geglu"):
+        if families.may_use(self, "lora_mlp") and _has_lora(self, members):
+            from torch_metalk.peft import units
+
+            unit = units.gated_unit(self, target.family, x)
+            if not isinstance(unit, str):
+                return ops.lora_mlp(x, *unit, own_matmul=families.own_matmul(self))
+        if families.may_use(self, "swiglu") or families.may_use(self, "geglu"):
             return families.mlp_forward(self, x, target.family)
         return target.stock.forward(self, x)
 

@@ -19,8 +19,10 @@ class PatchReport:
     """The modules of a model by class and operator.
 
     Attributes:
-        patched: `Line` for each module class and operator in use, with the number of modules; `reason` is empty, or
-            says why calls run stock code at present (a LoRA layer that is merged, say).
+        patched: `Line` for each module class and operator in use, with the number of modules; `reason` is empty where
+            they call the operator, or says what happens at present instead: that calls run stock code (a LoRA layer
+            that is merged, say), or that the call is made by an operator of the module around (a LoRA layer of a fused
+            MLP). Settings that decide about it, like dropout and adapters, are those at the time of the report.
         skipped: `Line` for each candidate that was left alone; `reason` says why.
     """
 
@@ -29,7 +31,7 @@ class PatchReport:
         self.skipped = [Line(*key[:2], count, key[2]) for key, count in skipped.items()]
 
     def count(self, op: str) -> int:
-        """How many modules use an operator."""
+        """How many modules call an operator."""
         return sum(line.count for line in self.patched if line.op == op and not line.reason)
 
     def __str__(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from torch_metalk import ops
-from torch_metalk.patching.families import HOOKS
+from torch_metalk.patching.families import HOOKS, LORA_LAYER_OPS, give_ops, may_use, own_matmul
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _GLOBAL_HOOKS = tuple(
@@ -35,30 +37,74 @@ class MetalkLoraLinear(lora.Linear):
     stock = lora.Linear
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        adapter = "arguments that are PEFT's" if args or kwargs else _fused_adapter(self, x)
-        if isinstance(adapter, str):
+        if args or kwargs:
             return super().forward(x, *args, **kwargs)
+        if not torch.compiler.is_compiling() and (given := handed_over.take(self, x)) is not None:
+            return given
+        adapter = fused_adapter(self, x)
+        if isinstance(adapter, str):
+            return super().forward(x)
+        if may_use(self, "lora_qkv") and why_not_with_base(adapter, x) is None:
+            layer = [adapter.weight], [adapter.bias], [adapter.lora_a], [adapter.lora_b], [adapter.scaling]
+            return ops.lora_qkv(x, *layer, own_matmul=own_matmul(self))[0]
+        if not may_use(self, "lora_linear"):
+            return super().forward(x)
         base_out = self.base_layer(x)
-        if adapter.dropout.training and getattr(adapter.dropout, "p", 0) > 0:
+        if adapter.drops():
             # PEFT drops from the input in the adapter's dtype, so the scaled values are rounded there.
             x = adapter.dropout(self._cast_input_dtype(x, adapter.lora_a.dtype))
         return ops.lora_linear(x, base_out, adapter.lora_a, adapter.lora_b, adapter.scaling)
 
 
-def take_over(module: nn.Module) -> bool:
-    """Put a stock LoRA layer on the fused path. True if it is on it now."""
+class _HandedOver(threading.local):
+    """What an attention has calculated for its projections, between its call and theirs.
+
+    The stock forward of an attention calls its layers one after the other. A layer that is called with the very input
+    that its result was calculated from returns this result; so its hooks run, and a forward that calls it with anything
+    else gets what it asks for.
+    """
+
+    x: Tensor | None = None
+    results: dict[nn.Module, Tensor]
+
+    def __init__(self):
+        self.results = {}
+
+    def take(self, layer: nn.Module, x: Tensor) -> Tensor | None:
+        return self.results.pop(layer, None) if x is self.x else None
+
+
+handed_over = _HandedOver()
+
+
+def take_over(module: nn.Module, given: Iterable[str] = LORA_LAYER_OPS, own_matmul: bool = False) -> bool:
+    """Put a stock LoRA layer on the fused path, by those of the given operators that a layer may use.
+
+    True if it is on it now. Where none of them is one that a layer may use, it is left alone.
+    """
+    given = LORA_LAYER_OPS.intersection(given)
+    if not given:
+        return False
     if type(module) is lora.Linear and "forward" not in module.__dict__:
         module.__class__ = MetalkLoraLinear
-    return type(module) is MetalkLoraLinear
+    if type(module) is not MetalkLoraLinear:
+        return False
+    give_ops(module, given, own_matmul)
+    return True
 
 
-class _Adapter(NamedTuple):
-    """What the operator needs of the one adapter in use."""
+class Adapter(NamedTuple):
+    """What the operators need of a layer and the one adapter in use."""
 
+    weight: Tensor
+    bias: Tensor | None
     lora_a: Tensor
     lora_b: Tensor
     dropout: nn.Module
     scaling: float
+
+    def drops(self) -> bool:
+        return self.dropout.training and getattr(self.dropout, "p", 0) > 0
 
 
 def why_stock(layer: lora.Linear, x: Tensor | None = None) -> str | None:
@@ -68,25 +114,44 @@ def why_stock(layer: lora.Linear, x: Tensor | None = None) -> str | None:
         layer: any `lora.Linear`.
         x: the input, where there is one: its dtype and device count too.
     """
-    adapter = _fused_adapter(layer, x)
+    adapter = fused_adapter(layer, x)
     return adapter if isinstance(adapter, str) else None
 
 
-def _plain(module: nn.Module) -> bool:
+def why_not_with_base(adapter: Adapter, x: Tensor) -> str | None:
+    """Why an operator cannot make the base layer's product of x as well, or None where it can."""
+    if adapter.drops():
+        return "dropout is active"
+    return why_not_base(adapter.weight, adapter.bias, x, x.shape[-1:])
+
+
+def why_not_base(weight: Tensor, bias: Tensor | None, x: Tensor, features: tuple[int, ...]) -> str | None:
+    """The same of a layer without adapter, for an input of x's dtype and device and of so many features."""
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return "the base layer is trained"
+    dtypes = {x.dtype, weight.dtype} if bias is None else {x.dtype, weight.dtype, bias.dtype}
+    # Autocast makes them one dtype, but for float64.
+    fits = torch.float64 not in dtypes if torch.is_autocast_enabled(x.device.type) else len(dtypes) == 1
+    if not fits or weight.device != x.device or features != weight.shape[1:]:
+        return "the input does not fit the base layer"  # stock raises the error
+    return None
+
+
+def plain(module: nn.Module) -> bool:
     """No hook and no replaced forward: calling the operator instead of the module leaves nothing out."""
     attributes = module.__dict__
     return "forward" not in attributes and not any(attributes[hooks] for hooks in HOOKS)
 
 
-def _plain_linear(module: nn.Module) -> bool:
+def plain_linear(module: nn.Module) -> bool:
     """An `nn.Linear` as it comes: no subclass, parametrization, hook or replaced forward, an ordinary weight."""
-    if type(module) is not nn.Linear or not _plain(module):
+    if type(module) is not nn.Linear or not plain(module):
         return False
     weight = module._parameters["weight"]
     return type(weight) is nn.Parameter and weight.layout == torch.strided
 
 
-def _fused_adapter(layer: lora.Linear, x: Tensor | None) -> _Adapter | str:
+def fused_adapter(layer: lora.Linear, x: Tensor | None) -> Adapter | str:
     """The adapter that the operator can serve this call with, or the reason why it cannot.
 
     Runs on every call of every layer, so it reads modules and parameters from the dictionaries that hold them:
@@ -108,13 +173,13 @@ def _fused_adapter(layer: lora.Linear, x: Tensor | None) -> _Adapter | str:
         return "fan_in_fan_out"
     base, linear_a, linear_b = modules["base_layer"], adapters_a[name], modules["lora_B"]._modules[name]
     dropout = modules["lora_dropout"]._modules[name]
-    if not _plain_linear(base):
+    if not plain_linear(base):
         return f"the base layer is not a plain nn.Linear ({type(base).__name__})"
-    if not (_plain_linear(linear_a) and _plain_linear(linear_b)):
+    if not (plain_linear(linear_a) and plain_linear(linear_b)):
         return "the adapter is not two plain nn.Linear"
     if linear_a._parameters["bias"] is not None or linear_b._parameters["bias"] is not None:
         return "the adapter has a bias"
-    if type(dropout) not in (nn.Dropout, nn.Identity) or not _plain(dropout):
+    if type(dropout) not in (nn.Dropout, nn.Identity) or not plain(dropout):
         return f"dropout by {type(dropout).__name__}"
     if any(_GLOBAL_HOOKS):
         return "global module hooks"
@@ -132,4 +197,4 @@ def _fused_adapter(layer: lora.Linear, x: Tensor | None) -> _Adapter | str:
         dtypes.add(x.dtype)
     if not dtypes <= _DTYPES:
         return "a dtype that the operator does not take"
-    return _Adapter(lora_a, lora_b, dropout, scaling)
+    return Adapter(weight, base._parameters["bias"], lora_a, lora_b, dropout, scaling)
