@@ -224,19 +224,30 @@ def assert_identical(ours: Run, stock: Run) -> None:
         assert torch.equal(ours.tensors()[name], expected), name
 
 
+class Calls(Counter[str]):
+    """Calls by operator, and how many LoRA layers were calculated by them, alone or with others in one operator."""
+
+    lora_layers: int = 0
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.calls = Calls()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "torch_metalk":
-            self.calls[func.name().removeprefix("torch_metalk::")] += 1
+            name = func.name().removeprefix("torch_metalk::")
+            self.calls[name] += 1
+            if name == "lora_linear":
+                self.calls.lora_layers += 1
+            elif name in ("lora_qkv", "lora_mlp"):
+                self.calls.lora_layers += sum(a is not None for a in args[3])
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def recorded_ops() -> Iterator[Counter[str]]:
+def recorded_ops() -> Iterator[Calls]:
     """Counts the operators of this package that are called, forward and backward."""
     with _Recorder() as recorder:
         yield recorder.calls

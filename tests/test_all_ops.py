@@ -38,6 +38,12 @@ def adapter(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"base_out": x, "lora_a": eye, "lora_b": eye, "scaling": 2.0}
 
 
+def layers(x: torch.Tensor, n: int) -> tuple[list, ...]:
+    """So many layers of 4 features with an adapter."""
+    eye = torch.eye(4, dtype=x.dtype, device=x.device)
+    return [eye] * n, None, [eye / 2] * n, [eye] * n, [2.0] * n
+
+
 MANY_ROWS = {
     "rms_norm": (ops.rms_norm, test_rms_norm.stock),
     "swiglu": (lambda x: ops.swiglu(x, x), lambda x: torch.nn.functional.silu(x) * x),
@@ -51,6 +57,8 @@ MANY_ROWS = {
     ),
     "softmax": (ops.softmax, test_softmax.stock),
     "lora_linear": (lambda x: ops.lora_linear(x, **adapter(x)), lambda x: test_lora_linear.stock(x, **adapter(x))),
+    "lora_qkv": (lambda x: sum(ops.lora_qkv(x, *layers(x, 2))), lambda x: 4 * x),
+    "lora_mlp": (lambda x: ops.lora_mlp(x, *layers(x, 3)), lambda x: 4 * x * torch.nn.functional.silu(2 * x)),
     "attention": (lambda x: ops.attention(**heads(x))[0, 0], lambda x: test_attention.stock(**heads(x))[0, 0]),
 }
 

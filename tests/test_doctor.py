@@ -14,7 +14,7 @@ import torch_metalk
 from tests.conftest import WITH_DEVICE
 from torch_metalk import _doctor, _extension, doctor
 
-OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "lora_linear"} | {
+OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "lora_linear", "lora_qkv", "lora_mlp"} | {
     name + form for name in ("swiglu", "geglu") for form in ("", "_packed")
 }
 

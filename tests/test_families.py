@@ -40,6 +40,13 @@ LORA_LAYERS = {"phi3": 4}
 GATED = {"gemma": "geglu", "gemma2": "geglu", "gemma3": "geglu", "phi3": "swiglu_packed"}
 
 
+def lora_calls(family: str) -> dict[str, int]:
+    """Calls in two layers: q, k, v in one, o alone, and a whole MLP. Phi 3 has four layers on four inputs."""
+    if family == "phi3":
+        return {"lora_qkv": 8}
+    return {"lora_qkv": 4, "lora_mlp": 2, GATED.get(family, "swiglu"): 0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +62,9 @@ def test_logits_and_gradients_equal_stock(family, lora, dtype):
     rotations = 1 if family == "smollm3" else 2
     expected = {"rms_norm": 2 * NORMS.get(family, 2) + 1, gated: 2, "rope": rotations, "attention": 2}
     if lora:
-        expected["lora_linear"] = 2 * LORA_LAYERS.get(family, 7)
+        expected |= lora_calls(family)
+        expected = {name: n for name, n in expected.items() if n}
+        assert ops.lora_layers == 2 * LORA_LAYERS.get(family, 7)
     assert {name: n for name, n in ops.items() if not name.endswith("_backward")} == expected
     assert_equals_stock(ours, stock)
 
@@ -250,9 +259,9 @@ def test_compiles_into_one_graph(family):
     torch.compiler.reset()
     out = run(torch.compile(model, backend=backend, fullgraph=True))
     called = {node.target.name() for node in graphs[0].graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    gated = GATED.get(family, "swiglu")
     assert len(graphs) == 1
-    assert called >= {f"torch_metalk::{op}" for op in ("rms_norm", "rope", "attention", "lora_linear", gated)}
+    mlp = "swiglu_packed" if family == "phi3" else "lora_mlp"
+    assert called >= {f"torch_metalk::{op}" for op in ("rms_norm", "rope", "attention", "lora_qkv", mlp)}
     torch.testing.assert_close(out.logits, eager.logits, rtol=1e-5, atol=2e-5)  # float32 roundings
     for name, grad in eager.grads.items():
         torch.testing.assert_close(out.grads[f"_orig_mod.{name}"], grad, rtol=1e-4, atol=1e-6)  # the same, in sums

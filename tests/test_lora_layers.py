@@ -77,13 +77,22 @@ def call(model: nn.Module, x: torch.Tensor, **kwargs):
     return tensors, torch.get_rng_state()
 
 
-def compare(stock: nn.Module, fused: bool, x: torch.Tensor | None = None, **kwargs) -> None:
-    """A patched copy is called and gives what stock gives: bit for bit where it has to fall back."""
+def compare(stock: nn.Module, fused: bool | str, x: torch.Tensor | None = None, use=None, **kwargs) -> None:
+    """A patched copy is called and gives what stock gives: bit for bit where it has to fall back.
+
+    Args:
+        stock: the model.
+        fused: whether an operator is to be used, or the name of the one.
+        x: the input.
+        use: the operators to patch with; None for all.
+        kwargs: handed on to the model.
+    """
     x = torch.randn(2, 5, K, requires_grad=True) if x is None else x
-    ours = patched_copy(stock)
+    ours = patched_copy(stock, use)
     with recorded_ops() as ops:
         actual, our_state = call(ours, x, **kwargs)
-    assert ops["lora_linear"] == fused
+    assert ops.lora_layers == bool(fused)
+    assert not isinstance(fused, str) or ops[fused] == 1
     expected, state = call(stock, x, **kwargs)
     assert torch.equal(our_state, state), "other draws from the generator"
     assert actual.keys() == expected.keys()
@@ -150,14 +159,28 @@ FUSED = {
 }
 
 
+# Where the operator cannot make the base layer's product as well.
+WITHOUT_BASE = {
+    "dropout, train",
+    "dropout alone in train",
+    "dropout of everything",
+    "trainable base",
+    "trainable bias",
+}
+
+
 @pytest.mark.parametrize("x_needs_grad", [True, False], ids=["x needs grad", "x without grad"])
+@pytest.mark.parametrize("use", [None, ["lora_linear"], ["lora_qkv"]], ids=["all ops", "lora_linear", "lora_qkv"])
 @pytest.mark.parametrize("case", FUSED)
-def test_fused_path_equals_stock(case, x_needs_grad):
+def test_fused_path_equals_stock(case, use, x_needs_grad):
     settings = dict(FUSED[case])
     change = settings.pop("change", lambda model: None)
     model = holder(**settings)
     change(model)
-    compare(model, fused=True, x=torch.randn(2, 5, K, requires_grad=x_needs_grad))
+    fused = "lora_linear" if use == ["lora_linear"] or case in WITHOUT_BASE else "lora_qkv"
+    if use == ["lora_qkv"] and fused == "lora_linear":
+        fused = False
+    compare(model, fused, torch.randn(2, 5, K, requires_grad=x_needs_grad), use)
 
 
 SHAPES = {
@@ -183,7 +206,7 @@ def test_without_gradients(mode):
     x = torch.randn(2, K)
     with mode(), recorded_ops() as ops:
         y = patched_copy(stock)(x)
-    assert ops["lora_linear"] == 1 and not y.requires_grad
+    assert ops.lora_layers == 1 and not y.requires_grad
     torch.testing.assert_close(y, stock(x).detach(), rtol=1e-5, atol=1e-5)  # float32 sums in another order
 
 
@@ -275,7 +298,7 @@ def test_changed_parts_are_stock_bit_for_bit(part, change):
     with recorded_ops() as ops:
         actual, _ = call(models[0], torch.ones(2, K, requires_grad=True))
     expected, _ = call(models[1], torch.ones(2, K, requires_grad=True))
-    assert ops["lora_linear"] == 0 and actual.keys() == expected.keys()
+    assert ops.lora_layers == 0 and actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     if change != "weight norm by hook":  # which starts as the identity
         assert any(not torch.equal(expected[name], untouched[name]) for name in untouched.keys() & expected.keys())
@@ -446,7 +469,7 @@ def assert_same_step(ours: PeftModel, stock: PeftModel, fused: bool, **kwargs) -
     x = torch.randn(4, K, generator=torch.Generator().manual_seed(6))
     with recorded_ops() as ops:
         actual, _ = call(ours, x, **kwargs)
-    assert ops["lora_linear"] == fused
+    assert ops.lora_layers == fused
     expected, _ = call(stock, x, **kwargs)
     assert actual.keys() == expected.keys()
     for name, b in expected.items():
@@ -636,7 +659,7 @@ def test_configurations_equal_stock(configuration, order):
         fused += 1  # the head's parent belongs to no family: only `patch` itself reaches it
     with recorded_ops() as ops:
         run(ours.train())
-    assert ops["lora_linear"] == fused
+    assert ops.lora_layers == fused
     if "dropout" in settings or settings.get("lora_dropout"):
         # One mask per adapter from the same generator state: equal within float32 roundings on logits of 1.6.
         torch.testing.assert_close(run(ours).logits, run(stock.train()).logits, rtol=1e-5, atol=2e-5)
@@ -688,7 +711,7 @@ def test_alora_leaves_positions_before_the_invocation_alone(checkpointing):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with recorded_ops() as ops:
         actual = run(ours, inputs)
-    assert ops["lora_linear"] == 0
+    assert ops.lora_layers == 0
     logits = actual.logits[None]
     assert torch.equal(logits[:, :2], base[:, :2]) and not torch.equal(logits[:, 2:], base[:, 2:])
     assert_equals_stock(ours, stock, inputs)
@@ -715,7 +738,7 @@ def test_a_second_adapter_is_fused_as_well(order, target):
     assert lora_classes(ours) == {MetalkLoraLinear: count}
     with recorded_ops() as ops:
         run(ours)
-    assert ops["lora_linear"] == (14 if target == "all-linear" else 2)
+    assert ops.lora_layers == (14 if target == "all-linear" else 2)
     assert_equals_stock(ours, stock)
 
 
