@@ -17,7 +17,8 @@ struct GemmEpilogue {
 // d = scale * a b + addend + bias, sums in float32 and in a fixed order, rounded once to d's dtype. a is [..., m, k]
 // and b is [..., k, n], views of any strides: a transposed weight is its `mT`. Their batch dimensions broadcast to
 // those of d,
-// [..., m, n], which is contiguous. float32, float16 and bfloat16 may be mixed. k may be 0.
+// [..., m, n], which is contiguous, or some columns of a wider [m, ...]. float32, float16 and bfloat16 may be mixed. k
+// may be 0.
 //
 // after_previous: reads what an earlier dispatch of the same operator wrote.
 void gemm(const at::Tensor& a,

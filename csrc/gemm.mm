@@ -109,8 +109,8 @@ void encode(const Operand& a,
     const int64_t dim = static_cast<int64_t>(batch.sizes.size()) - 2 + i;
     params.batch[i] = dim < 0 ? 1 : static_cast<uint32_t>(batch.sizes[dim]);
   }
-  params.d_stride = params.d_matrix = n;
-  params.d_matrix *= m;
+  params.d_stride = n;
+  params.d_matrix = static_cast<uint64_t>(m) * n;
   params.m = static_cast<uint32_t>(m);
   params.n = static_cast<uint32_t>(n);
   params.k = static_cast<uint32_t>(k);
@@ -122,7 +122,9 @@ void encode(const Operand& a,
   last.scale = static_cast<float>(scale);
   last.has_addend = addend.has_value();
   last.has_bias = bias.has_value();
-  bool aligned = n % 4 == 0 && d.storage_offset() % 4 == 0 && (!bias || bias->storage_offset() % 4 == 0);
+  last.d_stride = static_cast<uint64_t>(d.stride(-2));
+  bool aligned =
+      n % 4 == 0 && last.d_stride % 4 == 0 && d.storage_offset() % 4 == 0 && (!bias || bias->storage_offset() % 4 == 0);
   if (addend) {
     batch.write(last.addend_batch, 2);
     const Operand rows{*addend, false, addend->stride(-2)};
@@ -175,7 +177,7 @@ void gemm(
   if (d.numel() == 0) {
     return;
   }
-  TORCH_INTERNAL_ASSERT(d.is_contiguous());
+  TORCH_INTERNAL_ASSERT(d.is_contiguous() || (d.dim() == 2 && d.stride(1) == 1));
   const at::IntArrayRef batch = d.sizes().slice(0, d.dim() - 2);
   const Operand left = make_operand(readable(a, b.scalar_type(), d.scalar_type()), batch);
   const Operand right = make_operand(readable(b, a.scalar_type(), d.scalar_type()), batch);
