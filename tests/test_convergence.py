@@ -40,15 +40,18 @@ def apart(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("dropout", [0.1, 0], ids=["layer by layer", "fused units"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["gemma", "qwen3"])
-def test_tiny_models(family, dtype):
-    stock = with_lora(tiny(family, dtype), lora_dropout=0.1).train()
+def test_tiny_models(family, dtype, dropout):
+    stock = with_lora(tiny(family, dtype), lora_dropout=dropout).train()
     ours, exact = patched_copy(stock), exact_copy(stock)
     rows = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
     with recorded_ops() as ops:
         our_losses = train(ours, rows, 1e-2)
-    assert ops["lora_linear_backward"] == 14 * STEPS
+    calls = {"lora_linear": 14} if dropout else {"lora_qkv": 4, "lora_mlp": 2}
+    for op in ("lora_linear", "lora_qkv", "lora_mlp"):
+        assert ops[op] == ops[f"{op}_backward"] == calls.get(op, 0) * STEPS, op
     stock_losses, exact_losses = train(stock, rows, 1e-2), train(exact, rows, 1e-2)
     assert sum(our_losses[-2:]) < 0.1 * sum(our_losses[:2]), "training has to have an effect"
     # The same chaos works on both: each stays as near to training in float64 as the other, within a factor of 2, and
@@ -111,7 +114,7 @@ def test_tiny_model_on_mps():
     with recorded_ops() as ops:
         losses = train(on_mps, rows, 1e-2)
     assert ops["rms_norm"] == 5 * STEPS and ops["rms_norm_backward"] >= 4 * STEPS
-    for op in ("swiglu", "rope"):
+    for op in ("lora_mlp", "rope"):
         assert ops[op] == ops[f"{op}_backward"] == 2 * STEPS, op
     exact_losses, *stock_losses = (train(model, rows, 1e-2) for model in (exact, stock, stock_on_mps))
     assert sum(losses[-2:]) < 0.1 * sum(losses[:2]), "training has to have an effect"
@@ -125,7 +128,9 @@ def test_tiny_model_on_mps():
 def test_smollm2_on_mps():
     torch.manual_seed(0)
     model = get_peft_model(smollm2(), lora_config(r=8, lora_alpha=16)).train()
-    patch(model)
+    report = patch(model)
+    # q, k and v of 30 layers in one operator each, 30 times the projection of the output alone, and 30 whole MLPs.
+    assert report.count("lora_qkv") == 60 and report.count("lora_mlp") == 30 and report.count("lora_linear") == 0
     on_mps = copy.deepcopy(model).to("mps")
     rows = torch.tensor([int(token) for token in TEXT.split()]).view(4, 20)
     cpu, mps = train(model, rows, 5e-4, steps=8), train(on_mps, rows, 5e-4, steps=8)
