@@ -4,7 +4,8 @@
 #include <metal_stdlib>
 
 // Elements i to i + 3 of a row of `count`, which is below 2^31. Where rows start at multiples of 4 elements (`aligned`)
-// they are one access, but for the last few of a row; else each is its own. Loads give 0 for what lies behind the end.
+// they are one access, but for the last few of a row; else each is its own. Loads give 0 for what lies behind the end,
+// and stores leave it: callers need not check.
 template <typename T>
 inline float4 load4(device const T* row, uint i, uint count, bool aligned) {
   if (aligned && i + 4 <= count) {

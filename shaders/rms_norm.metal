@@ -60,16 +60,14 @@ template <typename T, typename W, typename O>
   float squares = 0.0f;
   for (uint v = 0; v < vectors; ++v) {
     const uint i = 4 * (thread_index + v * threads);
-    values[v] = i < p.columns ? load4(x_row, i, p.columns, vectorized) : float4(0.0f);
+    values[v] = load4(x_row, i, p.columns, vectorized);
     squares += dot(values[v], values[v]);
   }
   const float r = reciprocal_norm(threadgroup_sum(squares, partial, lane, simdgroup, simdgroups), p);
   device O* y_row = y + ulong(row) * p.columns;
   for (uint v = 0; v < vectors; ++v) {
     const uint i = 4 * (thread_index + v * threads);
-    if (i < p.columns) {
-      store4(y_row, i, p.columns, vectorized, normalize4<T>(values[v], r, weight, i, p));
-    }
+    store4(y_row, i, p.columns, vectorized, normalize4<T>(values[v], r, weight, i, p));
   }
   if (thread_index == 0) {
     rstd[row] = r;
@@ -127,8 +125,7 @@ template <typename T, typename W, typename O>
   threadgroup float partial[max_simdgroups];
   float4 factor[max_vectors], dweight[max_vectors];
   for (uint v = 0; v < vectors; ++v) {
-    const uint i = 4 * (thread_index + v * threads);
-    factor[v] = i < p.columns ? factor4(weight, i, p) : float4(0.0f);
+    factor[v] = factor4(weight, 4 * (thread_index + v * threads), p);
     dweight[v] = 0.0f;
   }
   const uint first = group * p.rows_per_group;
@@ -140,9 +137,8 @@ template <typename T, typename W, typename O>
     float products = 0.0f;
     for (uint v = 0; v < vectors; ++v) {
       const uint i = 4 * (thread_index + v * threads);
-      const bool inside = i < p.columns;
-      const float4 incoming = inside ? load4(dy_row, i, p.columns, vectorized) : float4(0.0f);
-      values[v] = inside ? load4(x_row, i, p.columns, vectorized) : float4(0.0f);
+      const float4 incoming = load4(dy_row, i, p.columns, vectorized);
+      values[v] = load4(x_row, i, p.columns, vectorized);
       dweight[v] += incoming * (values[v] * r);
       g[v] = incoming * factor[v];
       products += dot(g[v], values[v]);
@@ -154,9 +150,7 @@ template <typename T, typename W, typename O>
       device T* dx_row = dx + ulong(row) * p.columns;
       for (uint v = 0; v < vectors; ++v) {
         const uint i = 4 * (thread_index + v * threads);
-        if (i < p.columns) {
-          store4(dx_row, i, p.columns, vectorized, g[v] * r - values[v] * mean);
-        }
+        store4(dx_row, i, p.columns, vectorized, g[v] * r - values[v] * mean);
       }
       // The next row writes `partial` again.
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -165,9 +159,7 @@ template <typename T, typename W, typename O>
   if (wants_dweight) {
     for (uint v = 0; v < vectors; ++v) {
       const uint i = 4 * (thread_index + v * threads);
-      if (i < p.columns) {
-        store4(partial_dweight + ulong(group) * p.columns, i, p.columns, vectorized, dweight[v]);
-      }
+      store4(partial_dweight + ulong(group) * p.columns, i, p.columns, vectorized, dweight[v]);
     }
   }
 }

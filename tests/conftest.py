@@ -53,6 +53,18 @@ def checked_device() -> Iterator[torch.device]:
         yield torch.device("mps")
 
 
+@pytest.fixture
+def counted_device() -> Iterator[torch.device]:
+    """The mps device with counters: kernels whose threads do each other's work again fail the test."""
+    if not WITH_DEVICE:
+        pytest.skip("counters belong to the stand-in for Apple's frameworks")
+    with virtual_mps.count() as counted:
+        yield torch.device("mps")
+    for kernel in counted.kernels.values():
+        for buffer in kernel.buffers:
+            assert buffer.written == buffer.unique_written, f"{kernel.name} writes elements of {buffer.name} twice"
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ def test_long_rows(shape, dtype, device):
         assert_accurate(*triple, what)
 
 
-@pytest.mark.parametrize("shape", [(37, 203), (3, 4096), (17, 4100), (2, 4203)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 203), (3, 4096), (17, 4100), (2, 4203), (26, 8196), (2, 8197)], ids=str)
 def test_long_rows_in_checked_mode(shape, checked_device):
     test_long_rows(shape, torch.float32, checked_device)
 

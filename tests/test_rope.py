@@ -180,6 +180,11 @@ def test_many_tensors_of_different_shapes(device):
         assert_rounding_only(y, ops.rope(x, **table))
 
 
+def test_threadgroups_share_heads_and_positions(counted_device):
+    q, k = (torch.randn(2, heads, 67, 40, device=counted_device) for heads in (9, 3))
+    ops.rope_qk(q, k, **{n: t.to(counted_device) for n, t in angles(2, 67, width=32).items()})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_more_work_than_one_threadgroup(dtype, device):
     q, k = (torch.randn(2, 67, heads, 64).to(device, dtype).transpose(1, 2) for heads in (9, 3))

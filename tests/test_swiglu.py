@@ -131,6 +131,13 @@ def test_rows_of_several_threadgroups(rows, columns, dtype, device):
         assert_accurate(*triple, name)
 
 
+@pytest.mark.parametrize("columns", [4096, 5000], ids=str)
+def test_threadgroups_share_a_row(columns, counted_device):
+    gate, up = torch.randn(2, 3, columns, device=counted_device)
+    y = ops.swiglu(gate.requires_grad_(), up.requires_grad_())
+    y.backward(torch.ones_like(y))
+
+
 def test_a_large_tensor_is_one_row(device):
     """More columns than one row of a model has, and a number that no vector divides."""
     gate = torch.randn(2**20 + 3, device=device)

@@ -253,7 +253,7 @@ def _baseline(session: pytest.Session) -> dict[str, TestRun]:
 
 
 @dataclasses.dataclass
-class _Tests:
+class Tests:
     """What the mutants are tried on, and in which order."""
 
     session: pytest.Session
@@ -276,14 +276,15 @@ class _Tests:
             kinds[kind] += 1
         return sorted(items, key=place.__getitem__)
 
-    def run(self, items: Sequence[pytest.Item], alive: Callable[[], None]) -> _Recorder:
-        """Until one fails, or the time is over."""
+    def run(self, items: Sequence[pytest.Item], mutant: Mutant, alive: Callable[[], None]) -> _Recorder:
+        """Until one fails, or the time is over. It is not for a mutant that may come out as none."""
         limits = iter([self.runs[item.nodeid].seconds for item in items[1:]])
 
         def go_on(recorder: _Recorder) -> bool:
             alive()
             limit_processor_time(PATIENCE * next(limits, 0) + AND_A_BIT)
-            return recorder.failure is None and (self.seconds is None or sum(os.times()[:4]) < self.seconds)
+            is_over = self.seconds is not None and sum(os.times()[:4]) > self.seconds
+            return recorder.failure is None and not (is_over and not _is_equivalent(mutant))
 
         limit_processor_time(PATIENCE * self.runs[items[0].nodeid].seconds + AND_A_BIT)
         return _run(self.session, items, go_on)
@@ -293,7 +294,7 @@ class _Tests:
 
 
 def _try(
-    mutant: Mutant, shaders: Sequence[Shader], tests: _Tests, items: Sequence[pytest.Item], alive: Callable[[], None]
+    mutant: Mutant, shaders: Sequence[Shader], tests: Tests, items: Sequence[pytest.Item], alive: Callable[[], None]
 ) -> dict:
     """In a child: the outcome, and what tells of it."""
     for shader in shaders:
@@ -303,7 +304,7 @@ def _try(
                 check(changed, instantiate=True)
         except CompileError as error:
             return {"outcome": "does not compile", "detail": str(error).splitlines()[0]}
-    recorder = tests.run(items, alive)
+    recorder = tests.run(items, mutant, alive)
     if recorder.failure:
         return {"outcome": "killed", "detail": ": ".join(recorder.failure)}
     if len(recorder.runs) < len(items):
@@ -338,7 +339,7 @@ def _forget(mutant: Mutant) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_all(results: Sequence[Result], shaders: Sequence[Shader], tests: _Tests, jobs: int) -> Iterator[Result]:
+def _run_all(results: Sequence[Result], shaders: Sequence[Shader], tests: Tests, jobs: int) -> Iterator[Result]:
     """Gives each result with its outcome, as it comes to be known."""
     waiting, running = list(results), {}
     while waiting or running:
@@ -445,7 +446,7 @@ def _all(
     first = f"{len(results)} mutants; {len(used)} of {len(runs)} tests launch kernels, in {sum(used):.0f} s"
     print(first, file=told, flush=True)
     missing = []
-    for result in _run_all(results, shaders, _Tests(session, runs, seconds), jobs):
+    for result in _run_all(results, shaders, Tests(session, runs, seconds), jobs):
         reason = reasons.pop((_file(result), result.mutant), None)
         if result.outcome == "survived" and reason:
             result.outcome, result.detail = "survived with a reason", reason

@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from virtual_mps import mutants as tool
 from virtual_mps.compiler import mutation
 from virtual_mps.compiler.mutation import Mutant
 from virtual_mps.compiler.preprocess import preprocess
@@ -156,6 +159,37 @@ def test_a_survivor_without_a_reason(project):
     assert status == 1
     assert 'function = "sums"\nfault = "bound check removed"\ntext = "i >= max(n, 1u)"\nreason = ""' in told
     assert 'function = "unused"' not in told
+
+
+def test_a_limit_of_time(project):
+    tests = (project / "test_sums.py").read_text().replace("    assert", "    _ =")
+    (project / "test_sums.py").write_text(tests + tests[tests.index("def test_a_part") :].replace("part", "whole"))
+    status, told = mutants(project, "--seconds", "0.01")
+    assert status == 1
+    # Checked mode notices the barrier, and nothing runs the other kernel.
+    assert "1 killed, 8 survived" in told
+    assert told.count("1 of 2 tests were run") == 6, told
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+
+
+def test_the_order_of_tests():
+    runs = {
+        "f[1]": tool.TestRun(3, frozenset({"k", "other"})),
+        "f[2]": tool.TestRun(2, frozenset({"k", "other"})),
+        "f[3]": tool.TestRun(4, frozenset({"k"})),
+        "g[1]": tool.TestRun(1, frozenset({"k"})),
+        "g[2]": tool.TestRun(1, frozenset({"other"})),
+        "g[3]": tool.TestRun(5, frozenset({"k"})),
+    }
+    tests = tool.Tests(SimpleNamespace(items=[Item(name) for name in runs]), runs, seconds=None)
+    assert [item.nodeid for item in tests.of({"k"})] == ["g[1]", "f[2]", "f[3]", "f[1]", "g[3]"]
+    tests.killed_by("g[3]")
+    tests.killed_by("g[2]")
+    assert [item.nodeid for item in tests.of({"k"})] == ["g[3]", "g[1]", "f[2]", "f[3]", "f[1]"]
 
 
 def test_a_reason_without_a_survivor(project):
