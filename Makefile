@@ -44,11 +44,11 @@ finetune: setup
 test: setup lint
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-# What the tests of the shaders do not notice; SHADER=rms_norm for one of them.
+# What the tests of the shaders do not notice; SHADER=rms_norm for one of them. Tests on the CPU launch no kernels.
 SHADERS = $(if $(SHADER),shaders/$(SHADER).metal,$(wildcard shaders/*.metal))
 mutants: setup
-	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml --seconds 20 $(SHADERS) \
-	-- pytest $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
+	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml --seconds 15 $(SHADERS) \
+	-- pytest -k "not cpu" $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
 
 # Everything short of a Mac that can be checked against what Apple's tools made (tests/apple, docs/fidelity.md), on Linux.
 LLVM = $(if $(VIRTUAL),virtual_mps/install_packages.sh $(PYTHON) lld-19:ld64.lld-19 llvm-19:llvm-nm-19,\

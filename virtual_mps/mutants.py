@@ -44,7 +44,7 @@ from .compiler.source import Source
 # A mutant may loop for ever: a test may take this many times what it took without it, and a bit. Processor time, for
 # others may use the machine too.
 PATIENCE = 10
-AND_A_BIT = 20  # seconds
+AND_A_BIT = 5  # seconds
 # It may also wait for ever, and use none. This long on the clock without the end of a test is too long on any machine.
 SILENCE = 1200  # seconds
 KILLED = ("killed", "does not compile", "ran too long", "ended the process")
@@ -297,19 +297,27 @@ def _try(
     mutant: Mutant, shaders: Sequence[Shader], tests: Tests, items: Sequence[pytest.Item], alive: Callable[[], None]
 ) -> dict:
     """In a child: the outcome, and what tells of it."""
+    recorder = tests.run(items, mutant, alive)
+    if recorder.failure:
+        complaint = _complaint(mutant, shaders) if "error: " in recorder.failure[1] else None
+        if complaint:
+            return {"outcome": "does not compile", "detail": complaint}
+        return {"outcome": "killed", "detail": ": ".join(recorder.failure)}
+    if len(recorder.runs) < len(items):
+        return {"outcome": "survived", "detail": f"{len(recorder.runs)} of {len(items)} tests were run"}
+    return {"outcome": "equivalent" if _is_equivalent(mutant) else "survived", "detail": ""}
+
+
+def _complaint(mutant: Mutant, shaders: Sequence[Shader]) -> str | None:
+    """The compiler's, if it refuses the mutant."""
     for shader in shaders:
         changed = mutation.apply(shader.source.text.decode(), mutant)
         try:
             if changed is not None:
                 check(changed, instantiate=True)
         except CompileError as error:
-            return {"outcome": "does not compile", "detail": str(error).splitlines()[0]}
-    recorder = tests.run(items, mutant, alive)
-    if recorder.failure:
-        return {"outcome": "killed", "detail": ": ".join(recorder.failure)}
-    if len(recorder.runs) < len(items):
-        return {"outcome": "survived", "detail": f"{len(recorder.runs)} of {len(items)} tests were run"}
-    return {"outcome": "equivalent" if _is_equivalent(mutant) else "survived", "detail": ""}
+            return str(error).splitlines()[0]
+    return None
 
 
 def _folders_of(mutant: Mutant) -> list[Path]:
