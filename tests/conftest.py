@@ -20,6 +20,8 @@ if os.environ.get("VIRTUAL_MPS", "1") != "0" and any(importlib.metadata.distribu
     from virtual_mps.metallib import path_with_tools
 
     virtual_mps.activate()
+    #: A context in which kernels are counted; benchmarks use it outside of a test.
+    count = virtual_mps.count
     os.environ.pop("VIRTUAL_MPS", None)
     WITH_DEVICE = {"VIRTUAL_MPS": "1", "PATH": path_with_tools(), "VIRTUAL_MPS_PYTHON": sys.executable}
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.operators import Case, OpTests, assert_accurate, run
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, run
 from torch_metalk import ops
 
 
@@ -44,6 +45,14 @@ class TestLoraLinear(OpTests):
         case("one row", make((), 6, 2, 3), 1.0),
         case("scaling 0", make(4, 6, 2, 3), 0.0),
     )
+
+    @staticmethod
+    def more_calls(device):
+        # Both tiles, and every mix of dtypes that a product of theirs can have.
+        for size, base, adapter in itertools.product((8, 512), DTYPES, DTYPES):
+            if adapter in (base, torch.float32):
+                tensors = {n: t.to(device, adapter if "lora" in n else base) for n, t in make(*[size] * 4)().items()}
+                yield functools.partial(run, functools.partial(ops.lora_linear, scaling=1.0), tensors, list(tensors))
 
 
 @pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)

@@ -53,6 +53,13 @@ class TestMatmul(OpTests):
         case("mixed dtypes", make((6, 24), (8, 24)), transpose_b=True, keep_dtype=("b",)),
     )
 
+    @staticmethod
+    def more_calls(device):
+        # 512 columns and rows are enough for the larger tiles.
+        for dtype in DTYPES:
+            a = torch.ones(512, 512, device=device, dtype=dtype)
+            yield functools.partial(run, ops.matmul, {"a": a, "b": a}, ["a", "b"])
+
 
 @pytest.mark.parametrize("b", DTYPES, ids=str)
 @pytest.mark.parametrize("a", DTYPES, ids=str)

@@ -116,6 +116,7 @@ def _calls(operators: tuple[str, ...]) -> Iterator[Callable[[], object]]:
                 continue
             if operators and tests.op not in operators:
                 continue
+            yield from tests.more_calls("mps")
             for case, dtype in itertools.product(tests.cases, DTYPES):
                 tensors = case.tensors(dtype, "mps")
                 names = case.differentiable(tensors)

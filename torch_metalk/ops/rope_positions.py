@@ -55,7 +55,8 @@ def rope_positions(
 
 def _positions_tensor(x: Tensor, positions: int | Sequence[int] | Tensor) -> Tensor:
     """One int32 tensor on x's device from what users pass."""
-    _checks.floating("rope_positions", x=x)
+    if not _checks.alike(x):
+        _checks.floating("rope_positions", x=x)
     if x.dim() < 2:
         _checks.refuse("rope_positions", "x", _checks.shape_of(x), "rank 2 or more, [B, ..., S, D]")
     if isinstance(positions, int) and not isinstance(positions, bool):
