@@ -1,6 +1,7 @@
 """Public sources that the suite tests against: fetched from PyPI once, pinned by version and hash, kept in a cache."""
 
 import fcntl
+import functools
 import re
 import subprocess
 import sys
@@ -31,17 +32,32 @@ def unpacked(name: str) -> Path:
 
     Skips the test where neither the cache nor PyPI has it.
     """
-    requirement = _requirements()[name]
-    folder = cache.root() / "conformance" / cache.digest(requirement)[:16]
+    folder, missing = _fetched(cache.root(), _requirements()[name])
+    if missing:
+        pytest.skip(missing)
+    contents = list(folder.iterdir())
+    return contents[0] if len(contents) == 1 else folder
+
+
+class _Unreachable(Exception):
+    pass
+
+
+@functools.cache  # pip tries for ten seconds before it gives up
+def _fetched(root: Path, requirement: str) -> tuple[Path, str]:
+    """The folder in the cache, and why it is not there, if so."""
+    folder = root / "conformance" / cache.digest(requirement)[:16]
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f"{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
-                with cache.new_directory(folder) as scratch:
-                    _download(requirement, scratch)
-    contents = list(folder.iterdir())
-    return contents[0] if len(contents) == 1 else folder
+                try:
+                    with cache.new_directory(folder) as scratch:
+                        _download(requirement, scratch)
+                except _Unreachable as reason:
+                    return folder, str(reason)
+    return folder, ""
 
 
 def _download(requirement: str, folder: Path) -> None:
@@ -50,9 +66,10 @@ def _download(requirement: str, folder: Path) -> None:
     command += ["--platform", PLATFORM, "-d", str(folder), "-r", str(folder / "requirement.txt")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        unreachable = "No matching distribution found" in result.stderr or "Could not fetch" in result.stderr
-        message = f"pip cannot fetch {requirement.split()[0]} from the package index: {result.stderr.strip()[-300:]}"
-        (pytest.skip if unreachable else pytest.fail)(message)
+        message = f"pip cannot fetch {requirement.split()[0]} from the package index: {result.stderr.strip()[-200:]}"
+        if "No matching distribution found" in result.stderr or "Could not fetch" in result.stderr:
+            raise _Unreachable(message)
+        pytest.fail(message)
     (folder / "requirement.txt").unlink()
     (archive,) = folder.iterdir()
     if archive.suffix == ".whl":
