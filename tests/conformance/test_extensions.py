@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def _run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "VIRTUAL_MPS"))}
+    ours = [name for name in os.environ if name.startswith(("PYTEST_", "VIRTUAL_MPS")) and name != "VIRTUAL_MPS_CACHE"]
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
     # The processes of pytest-xdist share the cores.
     path = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
