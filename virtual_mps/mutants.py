@@ -12,6 +12,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -185,6 +186,7 @@ class Child:
         self._silence = silence
         self.deadline = time.monotonic() + silence
         self._text = b""
+        self._ended = False
         receiving, sending = os.pipe()
         self.pid = os.fork()
         if self.pid:
@@ -204,28 +206,39 @@ class Child:
             pipe.write(answer)
         os._exit(0)
 
-    def has_ended(self) -> bool:
-        """To be asked when there is something in the pipe."""
+    def read(self) -> None:
+        """To be called when there is something in the pipe."""
         piece = os.read(self.pipe, 1 << 16)
         self._text += piece
+        self._ended = not piece
         self.deadline = time.monotonic() + self._silence
-        return not piece
+
+    def is_over(self) -> bool:
+        return self._ended or self.deadline <= time.monotonic()
 
     def answer(self) -> dict | None:
         """What it computed; None if it took too long, and an empty answer if it died."""
-        ended = False
-        while not ended and (left := self.deadline - time.monotonic()) > 0:
-            ended = bool(select.select([self.pipe], [], [], left)[0]) and self.has_ended()
+        while not self.is_over():
+            wait_for_any([self])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         os.close(self.pipe)
-        if not ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+        if not self._ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
             return None
         answer = json.loads(self._text) if self._text.strip() else {}
         if "problem" in answer:
             raise Problem(answer["problem"])
         return answer
+
+
+def wait_for_any(children: Sequence[Child]) -> None:
+    """Until one of them says something, or is silent for too long."""
+    soonest = min(child.deadline for child in children) - time.monotonic()
+    ready = select.select([child.pipe for child in children], [], [], max(soonest, 0))[0]
+    for child in children:
+        if child.pipe in ready:
+            child.read()
 
 
 def limit_processor_time(seconds: float) -> None:
@@ -234,22 +247,28 @@ def limit_processor_time(seconds: float) -> None:
 
 
 # ---- one mutant -----------------------------------------------------------------------------------------------------
-def _baseline(session: pytest.Session) -> dict[str, TestRun]:
-    def compute(alive: Callable[[], None]) -> dict:
+def _baseline(session: pytest.Session, jobs: int) -> dict[str, TestRun]:
+    def compute(items: Sequence[pytest.Item], alive: Callable[[], None]) -> dict:
         def go_on(so_far: _Recorder) -> bool:
             alive()
             return so_far.failure is None
 
-        recorder = _run(session, session.items, go_on)
+        recorder = _run(session, items, go_on)
         runs = {name: (run.seconds, sorted(run.kernels)) for name, run in recorder.runs.items()}
         return {"failure": recorder.failure, "runs": runs}
 
-    answer = Child(compute, {}, SILENCE).answer()
-    if not answer:
-        raise Problem("the process of the tests died")
-    if answer["failure"]:
-        raise Problem("a test fails without any mutant: {}: {}".format(*answer["failure"]))
-    return {name: TestRun(seconds, frozenset(kernels)) for name, (seconds, kernels) in answer["runs"].items()}
+    shares = [share for i in range(jobs) if (share := session.items[i::jobs])]
+    children = [Child(functools.partial(compute, share), {}, SILENCE) for share in shares]
+    while waiting := [child for child in children if not child.is_over()]:
+        wait_for_any(waiting)
+    runs = {}
+    for answer in [child.answer() for child in children]:
+        if not answer:
+            raise Problem("the process of the tests died")
+        if answer["failure"]:
+            raise Problem("a test fails without any mutant: {}: {}".format(*answer["failure"]))
+        runs |= answer["runs"]
+    return {name: TestRun(seconds, frozenset(kernels)) for name, (seconds, kernels) in runs.items()}
 
 
 @dataclasses.dataclass
@@ -358,17 +377,12 @@ def _run_all(results: Sequence[Result], shaders: Sequence[Shader], tests: Tests,
                 result.outcome, result.detail = "survived", "no test launches a kernel with it"
                 yield result
                 continue
-            compute = lambda alive, m=result.mutant, i=items: _try(m, shaders, tests, i, alive)  # noqa: E731
-            child = Child(compute, {mutation.VARIABLE: result.mutant.environment()}, SILENCE)
-            running[child.pipe] = (child, result)
-        if not running:
-            return
-        soonest = min(child.deadline for child, _ in running.values()) - time.monotonic()
-        ready = select.select(list(running), [], [], max(soonest, 0))[0]
-        ended = [pipe for pipe in ready if running[pipe][0].has_ended()]
-        late = [pipe for pipe, (child, _) in running.items() if child.deadline <= time.monotonic()]
-        for pipe in {*ended, *late}:
-            child, result = running.pop(pipe)
+            compute = functools.partial(_try, result.mutant, shaders, tests, items)
+            running[Child(compute, {mutation.VARIABLE: result.mutant.environment()}, SILENCE)] = result
+        if running:
+            wait_for_any(list(running))
+        for child in [child for child in running if child.is_over()]:
+            result = running.pop(child)
             answer = child.answer()
             if answer is None:
                 result.outcome = "ran too long"
@@ -449,7 +463,7 @@ def _all(
     seconds: float | None,
     told: TextIO,
 ) -> int:
-    runs = _baseline(session)
+    runs = _baseline(session, jobs)
     used = [run.seconds for run in runs.values() if run.kernels]
     first = f"{len(results)} mutants; {len(used)} of {len(runs)} tests launch kernels, in {sum(used):.0f} s"
     print(first, file=told, flush=True)
