@@ -282,17 +282,16 @@ class Tests:
 
     def of(self, kernels: set[str]) -> list[pytest.Item]:
         """Tests that launch any of the kernels. First those that have killed mutants, for the next one of a function is
-        likely to die of what the last one did; then the fastest of each kind, the next of each kind, and so on. Tests
-        are of a kind if one function launches the same kernels."""
+        likely to die of what the last one did; then the fastest of each function, the next of each, and so on."""
         items = [item for item in self.session.items if self.runs[item.nodeid].kernels & kernels]
         items.sort(key=lambda item: self.runs[item.nodeid].seconds)
         killers = {name: i for i, name in enumerate(self.killers)}
-        kinds: collections.Counter[tuple[str, frozenset[str]]] = collections.Counter()
+        seen: collections.Counter[str] = collections.Counter()
         place = {}
         for item in items:
-            kind = (item.nodeid.partition("[")[0], self.runs[item.nodeid].kernels)
-            place[item] = (killers.get(item.nodeid, len(killers)), kinds[kind])
-            kinds[kind] += 1
+            function = item.nodeid.partition("[")[0]
+            place[item] = (killers.get(item.nodeid, len(killers)), seen[function])
+            seen[function] += 1
         return sorted(items, key=place.__getitem__)
 
     def run(self, items: Sequence[pytest.Item], alive: Callable[[], None]) -> _Recorder:

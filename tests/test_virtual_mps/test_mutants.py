@@ -186,10 +186,10 @@ def test_the_order_of_tests():
         "g[3]": tool.TestRun(5, frozenset({"k"})),
     }
     tests = tool.Tests(SimpleNamespace(items=[Item(name) for name in runs]), runs, seconds=None)
-    assert [item.nodeid for item in tests.of({"k"})] == ["g[1]", "f[2]", "f[3]", "f[1]", "g[3]"]
+    assert [item.nodeid for item in tests.of({"k"})] == ["g[1]", "f[2]", "f[1]", "g[3]", "f[3]"]
     tests.killed_by("g[3]")
     tests.killed_by("g[2]")
-    assert [item.nodeid for item in tests.of({"k"})] == ["g[3]", "g[1]", "f[2]", "f[3]", "f[1]"]
+    assert [item.nodeid for item in tests.of({"k"})] == ["g[3]", "g[1]", "f[2]", "f[1]", "f[3]"]
 
 
 def test_a_reason_without_a_survivor(project):
