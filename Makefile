@@ -84,8 +84,8 @@ NATIVE = $(shell find csrc shaders virtual_mps tests/apple -name '*.h' -o -name 
                  -o -path '*/include/metal/metal_*')
 
 benchmark: setup
-	$(BIN)/python benchmarks/step.py count
-	$(BIN)/python benchmarks/step.py time
+	$(BIN)/python -m benchmarks.step count
+	$(BIN)/python -m benchmarks.step time
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,7 +1,7 @@
 """One LoRA training step, stock PEFT against patched: time on this machine, and counts that hold on every machine.
 
-python benchmarks/step.py count            # operator calls, bytes moved and kept: a 4-layer Llama
-python benchmarks/step.py time             # SmolLM2-135M at 128 and 512 tokens, interleaved
+python -m benchmarks.step count            # operator calls, bytes moved and kept: a 4-layer Llama
+python -m benchmarks.step time             # SmolLM2-135M at 128 and 512 tokens, interleaved
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times virtual_mps on this machine against its targets, which are for two cores: `python benchmarks/virtual_mps.py`.
+"""Times virtual_mps on this machine against its targets, which are for two cores: `python -m benchmarks.virtual_mps`.
 
 Each time is the smallest of several, the way to see the code and not the machine's other load; the training steps are
 interleaved, and the ratio is that of the medians.
