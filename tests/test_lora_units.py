@@ -506,3 +506,8 @@ def test_report_of_some_operators():
 def test_modules_without_lora_layers_are_no_candidates():
     assert not lora_lines(tiny("llama"))
     assert lora_lines(with_lora(tiny("llama"), target_modules=["o_proj"])) == {Line("lora.Linear", "lora_qkv", 2)}
+
+
+def test_phi3_has_no_layers_for_a_unit():
+    """q, k and v are one projection there, and gate and up another."""
+    assert lora_lines(with_lora(tiny("phi3"))) == {Line("lora.Linear", "lora_qkv", 8)}
