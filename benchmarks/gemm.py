@@ -1,7 +1,7 @@
 """What matrix products do, counted on the device that the tests have on Linux: single products, and a LoRA step.
 
-python benchmarks/gemm.py products    # threadgroups, traffic and FLOPs of some shapes
-python benchmarks/gemm.py block       # RMSNorm and SwiGLU MLP, 512 tokens, 2048 x 5632, rank 32
+python -m benchmarks.gemm products    # threadgroups, traffic and FLOPs of some shapes
+python -m benchmarks.gemm block       # RMSNorm and SwiGLU MLP, 512 tokens, 2048 x 5632, rank 32
 
 Counts hold on every device that runs these kernels. The block is that of KRNL's report: adapters on gate and up, frozen
 weights, gradient to the input; its products take 72.4 GFLOP.
@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from tests.conftest import count  # noqa: E402
-from torch_metalk import ops  # noqa: E402
-from torch_metalk.benchmark import step_cost  # noqa: E402
+from tests.conftest import count
+from torch_metalk import ops
+from torch_metalk.benchmark import step_cost
 
 console = Console(width=120)
 
