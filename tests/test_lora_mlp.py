@@ -69,6 +69,9 @@ def case(name, make, scalings, activation="silu", keep_adapters=False):
         # gate and up are kept beside the arguments: so many floats.
         saved=("x", "w0", "w1", "w2", *adapters(made), "<row>"),
         rows=lambda tensors: 2 * hidden,
+        # The largest error of a few dozen values that went through three roundings is chance: over 16 seeds in float16
+        # it is up to 3 times stock's, while in the Euclidean norm it is 0.77 to 0.92 of stock's on average.
+        factor=4.0,
         constant=constant,
         keep_dtype=tuple(adapters(made)) if keep_adapters else (),
     )
