@@ -20,6 +20,11 @@ ACTIVATIONS = {
 }
 
 
+# The largest error of a few dozen values that went through three roundings is chance: over 16 seeds in float16 it is up
+# to 3 times stock's, while in the Euclidean norm it is 0.77 to 0.92 of stock's on average.
+FACTOR = 4.0
+
+
 def stock(x, scalings, activation="silu", **tensors):
     """As the stock modules calculate it outside of autocast, each in its own dtype."""
 
@@ -69,9 +74,7 @@ def case(name, make, scalings, activation="silu", keep_adapters=False):
         # gate and up are kept beside the arguments: so many floats.
         saved=("x", "w0", "w1", "w2", *adapters(made), "<row>"),
         rows=lambda tensors: 2 * hidden,
-        # The largest error of a few dozen values that went through three roundings is chance: over 16 seeds in float16
-        # it is up to 3 times stock's, while in the Euclidean norm it is 0.77 to 0.92 of stock's on average.
-        factor=4.0,
+        factor=FACTOR,
         constant=constant,
         keep_dtype=tuple(adapters(made)) if keep_adapters else (),
     )
@@ -174,9 +177,9 @@ def test_every_mix_of_dtypes(base, adapter, device):
     reference = functools.partial(stock, scalings=scalings)
     (exact,), exact_grads = run(reference, {n: t.cpu().double() for n, t in tensors.items()}, names, incoming)
     (plain,), plain_grads = run(reference, {n: t.cpu() for n, t in tensors.items()}, names, incoming)
-    assert_accurate(y, plain, exact, "y")
+    assert_accurate(y, plain, exact, "y", FACTOR)
     for name, *triple in zip(names, grads, plain_grads, exact_grads, strict=True):
-        assert_accurate(*triple, name)
+        assert_accurate(*triple, name, FACTOR)
         assert triple[0].dtype == tensors[name].dtype
 
 
