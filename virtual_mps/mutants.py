@@ -374,9 +374,11 @@ def _run_all(results: Sequence[Result], shaders: Sequence[Shader], tests: Tests,
     while waiting or running:
         while waiting and len(running) < jobs:
             result = waiting.pop(0)
-            items = tests.of(set().union(*(shader.kernels_with(result.mutant) for shader in shaders)))
+            kernels = set().union(*(shader.kernels_with(result.mutant) for shader in shaders))
+            items = tests.of(kernels)
             if not items:
-                result.outcome, result.detail = "survived", "no test launches a kernel with it"
+                result.outcome = "survived" if kernels else "in no kernel"
+                result.detail = "no test launches a kernel with it" if kernels else ""
                 yield result
                 continue
             compute = functools.partial(_try, result.mutant, shaders, tests, items)
@@ -476,7 +478,7 @@ def _all(
             result.outcome = "survived with a reason"
         elif result.outcome == "survived":
             missing.append(result)
-        elif reason:
+        elif reason and result.outcome in KILLED:
             missing.append(result)
             result.outcome += ", though mutants.toml says that it survives"
         detail = f"\n    {result.detail}" if result.detail else ""

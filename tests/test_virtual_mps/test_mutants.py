@@ -143,6 +143,31 @@ def test_which_kernels_a_function_is_part_of():
     assert mutation.kernels_that_reach(source, "unused") == {"unused"}
 
 
+def test_functions_of_structures():
+    operations = """
+    struct Sum { static float of(float v) { return metal::simd_sum(v); } };
+    struct Max { static float of(float v) { return metal::simd_max(v); } };
+    struct Min { static float of(float v) { return metal::simd_min(v); } };
+    template <typename Operation> float all(float v) { return Operation::of(v); }
+    float sum_of_all(float v) { return all<Sum>(v); }
+    kernel void sums(device float* x) { x[0] = sum_of_all(x[0]); }
+    template <typename Operation> kernel void extremes(device float* x) { x[0] = all<Operation>(x[0]); }
+    template [[host_name("max")]] kernel void extremes<Max>(device float*);
+    """
+    source = Source(preprocess("#include <metal_stdlib>\n" + operations))
+    assert mutation.kernels_that_reach(source, "Sum::of") == {"sums"}
+    assert "extremes" in mutation.kernels_that_reach(source, "Max::of")
+    assert mutation.kernels_that_reach(source, "Min::of") == set()
+
+
+def test_a_function_that_no_kernel_uses(project):
+    header = (project / "sums.h").read_text()
+    (project / "sums.h").write_text(header + "inline float unused_too(float v) { return v < 1 ? v : 1; }\n")
+    status, told = mutants(project, "--reasons", "why.toml")
+    assert status == 0, told
+    assert "2 in no kernel, 7 killed, 2 survived with a reason" in told
+
+
 def test_survivors(project):
     status, told = mutants(project, "--reasons", "why.toml")
     assert status == 0, told

@@ -78,23 +78,57 @@ def apply(text: str, mutant: Mutant) -> str | None:
 def kernels_that_reach(source: Source, function: str) -> set[str]:
     """Names, without scopes, of the kernel functions that a function is or is called by.
 
-    Calls go by name, so there may be too many.
+    Calls go by name, so there may be too many. What a structure has is reached where the structure is named.
     """
     uses: dict[str, set[str]] = {}
-    kernels = set()
+    kernels, owners = set(), set()
     for node in captures(_FUNCTIONS, source.root).get("function", []):
         name = _plain(_name(source, node))
-        words = {source.of(n).decode() for n in captures(_NAMES, node.child_by_field_name("body")).get("name", [])}
-        uses.setdefault(name, set()).update(words)
+        uses.setdefault(name, set()).update(source.of(n).decode() for n in captures(_NAMES, node).get("name", []))
         if is_kernel(source, node):
             kernels.add(name)
+        if _name(source, node) == function:
+            owners |= {_plain(source.of(name).decode()) for name in _structures_around(node)}
     reached, pending = set(), {_plain(function)}
     while pending:
         current = pending.pop()
         reached.add(current)
         pending |= {name for name, words in uses.items() if current in words} - reached
     # Operators and constructors are called without their names.
-    return kernels if not function.rpartition("::")[2].isidentifier() else reached & kernels
+    kernels = kernels if not function.rpartition("::")[2].isidentifier() else reached & kernels
+    everywhere = _names_outside_of_functions(source)
+    return {kernel for kernel in kernels if owners <= everywhere | _names_below(kernel, uses)}
+
+
+def _names_below(function: str, uses: dict[str, set[str]]) -> set[str]:
+    """All that a function names, and what it calls."""
+    found, pending = set(), {function}
+    while pending:
+        names = uses.get(pending.pop(), set())
+        pending |= names - found
+        found |= names
+    return found
+
+
+def _names_outside_of_functions(source: Source) -> set[str]:
+    """Instantiations may name a structure, and its own definition does not count."""
+    names = set()
+    for node in captures(_NAMES, source.root).get("name", []):
+        parent = node.parent
+        if parent.type in _STRUCTURES and parent.child_by_field_name("name") == node:
+            continue
+        while parent is not None and parent.type != "function_definition":
+            parent = parent.parent
+        if parent is None:
+            names.add(source.of(node).decode())
+    return names
+
+
+def _structures_around(node: Node) -> Iterator[Node]:
+    """Their names."""
+    while (node := node.parent) is not None:
+        if node.type in _STRUCTURES and (name := node.child_by_field_name("name")) is not None:
+            yield name
 
 
 _FUNCTIONS = query("(function_definition body: (compound_statement)) @function")
@@ -109,6 +143,7 @@ _SWAPPED = {b"<": b"<=", b"<=": b"<", b">": b">=", b">=": b">"}
 _EXTREMES = {b"min": b"max", b"max": b"min", b"fmin": b"fmax", b"fmax": b"fmin"}
 _REDUCTION = re.compile(rb"(simd|quad)_(sum|product|max|min|and|or|xor|prefix_(in|ex)clusive_(sum|product))$")
 _BARRIERS = (b"threadgroup_barrier", b"simdgroup_barrier")
+_STRUCTURES = ("struct_specifier", "class_specifier")
 _EXITS = ("return_statement", "continue_statement", "break_statement")
 
 
@@ -204,7 +239,7 @@ def _name(source: Source, function: Node) -> str:
     scopes = [_words(source, named) if named is not None else "operator"]
     parent = function.parent
     while parent is not None:
-        if parent.type in ("namespace_definition", "struct_specifier", "class_specifier"):
+        if parent.type in ("namespace_definition", *_STRUCTURES):
             name = parent.child_by_field_name("name")
             scopes.insert(0, _words(source, name) if name is not None else "(anonymous)")
         parent = parent.parent
