@@ -1,12 +1,10 @@
 #include <ATen/ExpandUtils.h>
 #include <torch/library.h>
 
-#include <array>
-#include <tuple>
-
 #include "checks.h"
 #include "gemm.h"
 #include "layout.h"
+#include "matmul.h"
 #include "metal.h"
 
 namespace torch_metalk {
@@ -26,18 +24,14 @@ at::IntArrayRef batch_of(const at::Tensor& t) { return t.sizes().slice(0, t.dim(
 // Of a matrix multiplied with every matrix of a batch, there is one.
 bool is_single(const at::Tensor& t) { return c10::multiply_integers(batch_of(t)) == 1; }
 
-struct Shape {
-  std::vector<int64_t> batch;
-  int64_t m, n, k;
-  at::ScalarType dtype;
-};
+}  // namespace
 
-Shape check(const char* op,
-            const at::Tensor& a,
-            const at::Tensor& b,
-            bool transpose_a,
-            bool transpose_b,
-            const std::optional<at::Tensor>& bias) {
+MatmulShape check_matmul(const char* op,
+                         const at::Tensor& a,
+                         const at::Tensor& b,
+                         bool transpose_a,
+                         bool transpose_b,
+                         const std::optional<at::Tensor>& bias) {
   check_tensor(op, "a", a, a);
   check_tensor(op, "b", b, a);
   CHECK_VALUE(a.dim() >= 2, op, "a", shape_of(a), "at least two dimensions");
@@ -60,12 +54,14 @@ Shape check(const char* op,
   return {at::infer_size(batch_of(a), batch_of(b)), m, n, k, dtype};
 }
 
+namespace {
+
 at::Tensor matmul(const at::Tensor& a,
                   const at::Tensor& b,
                   bool transpose_a,
                   bool transpose_b,
                   const std::optional<at::Tensor>& bias) {
-  const Shape shape = check("matmul", a, b, transpose_a, transpose_b, bias);
+  const MatmulShape shape = check_matmul("matmul", a, b, transpose_a, transpose_b, bias);
   at::Tensor d = at::empty(with_matrix(shape.batch, shape.m, shape.n), a.options().dtype(shape.dtype));
   const at::Tensor left = transposed_if(a, transpose_a), right = transposed_if(b, transpose_b);
   if (is_single(b) && !transpose_a && d.numel()) {
@@ -78,12 +74,14 @@ at::Tensor matmul(const at::Tensor& a,
 }
 
 // The product of one operand's gradient, summed over the dimensions that this operand was broadcast along.
-at::Tensor gradient(const at::Tensor& left, const at::Tensor& right, const Shape& shape, const at::Tensor& of) {
+at::Tensor gradient(const at::Tensor& left, const at::Tensor& right, const MatmulShape& shape, const at::Tensor& of) {
   at::Tensor full = at::empty(with_matrix(shape.batch, left.size(-2), right.size(-1)),
                               of.options().dtype(batch_of(of).equals(shape.batch) ? of.scalar_type() : at::kFloat));
   gemm(left, right, full);
   return at::sum_to(full, of.sizes()).to(of.scalar_type());
 }
+
+}  // namespace
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> matmul_backward(const at::Tensor& dy,
                                                                const at::Tensor& a,
@@ -93,7 +91,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> matmul_backward(const at::Tensor&
                                                                const std::optional<at::Tensor>& bias,
                                                                std::array<bool, 3> output_mask) {
   const char* op = "matmul_backward";
-  const Shape shape = check(op, a, b, transpose_a, transpose_b, bias);
+  const MatmulShape shape = check_matmul(op, a, b, transpose_a, transpose_b, bias);
   check_tensor(op, "dy", dy, a);
   const std::vector<int64_t> sizes = with_matrix(shape.batch, shape.m, shape.n);
   CHECK_VALUE(dy.sizes().equals(sizes), op, "dy", shape_of(dy), "the shape of the output, ", tuple(sizes));
@@ -115,8 +113,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> matmul_backward(const at::Tensor&
   }
   return {da, db, dbias};
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(torch_metalk, MPS, m) {
   m.impl("matmul", &matmul);

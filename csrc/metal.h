@@ -1,4 +1,4 @@
-// The only way to the GPU: `dispatch` encodes one kernel on PyTorch's MPS stream.
+// The only way to the GPU: `dispatch` encodes one kernel on PyTorch's MPS stream. `commit` is there for one operator.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -50,6 +50,16 @@ struct Launch {
 // Never ends the encoder, commits or waits. Allocate outputs and make copies before: ATen operators end the encoder.
 void dispatch(const Launch& launch, std::initializer_list<Argument> arguments);
 
+// Submits what is encoded on the current stream, and with `wait` returns when the GPU has done it. matmul_rows_split
+// alone may call it: its CPU half reads and writes the memory that the GPU does, at the same time.
+void commit(bool wait);
+
+// Where the CPU finds a tensor's first element, or nullptr where its buffer is not visible to it.
+void* host_memory(const at::Tensor& tensor);
+
+// False makes every buffer one that the CPU cannot see. For tests.
+extern bool buffers_are_shared;
+
 // The largest threadgroup that the pipeline of this kernel takes on this device.
 uint32_t max_threads(const Launch& launch);
 
@@ -57,6 +67,9 @@ uint32_t max_threads(const Launch& launch);
 // `<stem>_single_row<types>` with one vector of four columns a thread, or with two, by a further function constant at
 // the end, or `<stem>_looped<types>`.
 void choose_row_kernel(Launch& launch, const std::string& stem, const std::string& types, int64_t columns);
+
+// What Metal calls the device: "Apple M1 Pro".
+std::string device_name();
 
 // Whether the GPU is one of the large ones, of a Max or Ultra chip, by the device's name.
 bool is_large_chip();

@@ -94,6 +94,27 @@ id<MTLComputePipelineState> pipeline(const Launch& launch) {
   return pipelines[key] = state;
 }
 
+id<MTLBuffer> buffer_of(const at::Tensor& tensor) { return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data()); }
+
+NSUInteger byte_offset(const at::Tensor& tensor) { return tensor.storage_offset() * tensor.element_size(); }
+
+// Runs `work` on the stream's queue. A C++ exception must not cross dispatch_sync.
+template <typename Work>
+void on_queue(at::mps::MPSStream* stream, const Work& work) {
+  __block std::exception_ptr failure;
+  const Work* what = &work;
+  dispatch_sync(stream->queue(), ^{
+    try {
+      (*what)();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  });
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
 void bind(id<MTLComputeCommandEncoder> encoder, const Argument& argument, NSUInteger slot) {
   if (argument.bytes()) {
     [encoder setBytes:argument.bytes() length:argument.size() atIndex:slot];
@@ -102,8 +123,7 @@ void bind(id<MTLComputeCommandEncoder> encoder, const Argument& argument, NSUInt
   const at::Tensor* tensor = argument.tensor();
   const bool absent = tensor == nullptr || !tensor->defined();
   // An absent optional is bound as nil: the stream's encoder still holds what an earlier operator bound here.
-  id<MTLBuffer> buffer = absent ? nil : __builtin_bit_cast(id<MTLBuffer>, tensor->storage().data());
-  [encoder setBuffer:buffer offset:absent ? 0 : tensor->storage_offset() * tensor->element_size() atIndex:slot];
+  [encoder setBuffer:absent ? nil : buffer_of(*tensor) offset:absent ? 0 : byte_offset(*tensor) atIndex:slot];
 }
 
 }  // namespace
@@ -119,35 +139,39 @@ void dispatch(const Launch& launch, std::initializer_list<Argument> arguments) {
     TORCH_CHECK(launch.threads <= state.maxTotalThreadsPerThreadgroup, launch.kernel, ": ", launch.threads,
                 " threads, its pipeline takes ", state.maxTotalThreadsPerThreadgroup);
     at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-    // A C++ exception must not cross dispatch_sync.
-    __block std::exception_ptr failure;
-    const Launch* what = &launch;
-    const std::initializer_list<Argument>* slots = &arguments;
-    dispatch_sync(stream->queue(), ^{
-      try {
-        id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
-        [encoder setComputePipelineState:state];
-        NSUInteger slot = 0;
-        for (const Argument& argument : *slots) {
-          bind(encoder, argument, slot++);
-        }
-        if (what->threadgroup_bytes) {
-          [encoder setThreadgroupMemoryLength:what->threadgroup_bytes atIndex:0];
-        }
-        if (what->after_previous) {
-          [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
-        }
-        const auto& groups = what->threadgroups;
-        [encoder dispatchThreadgroups:MTLSizeMake(groups[0], groups[1], groups[2])
-                threadsPerThreadgroup:MTLSizeMake(what->threads, 1, 1)];
-      } catch (...) {
-        failure = std::current_exception();
+    on_queue(stream, [&] {
+      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      [encoder setComputePipelineState:state];
+      NSUInteger slot = 0;
+      for (const Argument& argument : arguments) {
+        bind(encoder, argument, slot++);
       }
+      if (launch.threadgroup_bytes) {
+        [encoder setThreadgroupMemoryLength:launch.threadgroup_bytes atIndex:0];
+      }
+      if (launch.after_previous) {
+        [encoder memoryBarrierWithScope:MTLBarrierScopeBuffers];
+      }
+      const auto& groups = launch.threadgroups;
+      [encoder dispatchThreadgroups:MTLSizeMake(groups[0], groups[1], groups[2])
+              threadsPerThreadgroup:MTLSizeMake(launch.threads, 1, 1)];
     });
-    if (failure) {
-      std::rethrow_exception(failure);
-    }
   }
+}
+
+void commit(bool wait) {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  on_queue(stream, [&] { stream->synchronize(wait ? at::mps::SyncType::COMMIT_AND_WAIT : at::mps::SyncType::COMMIT); });
+}
+
+bool buffers_are_shared = true;
+
+void* host_memory(const at::Tensor& tensor) {
+  id<MTLBuffer> buffer = buffer_of(tensor);
+  if (!buffers_are_shared || buffer == nil || buffer.storageMode == MTLStorageModePrivate) {
+    return nullptr;
+  }
+  return static_cast<char*>(buffer.contents) + byte_offset(tensor);
 }
 
 uint32_t max_threads(const Launch& launch) {
@@ -173,9 +197,11 @@ void choose_row_kernel(Launch& launch, const std::string& stem, const std::strin
   launch.threads = whole_simdgroups(most, most, most);
 }
 
+std::string device_name() { return at::mps::MPSDevice::getInstance()->device().name.UTF8String; }
+
 bool is_large_chip() {
   static const bool large = [] {
-    const std::string name = at::mps::MPSDevice::getInstance()->device().name.UTF8String;
+    const std::string name = device_name();
     return name.find("Max") != std::string::npos || name.find("Ultra") != std::string::npos;
   }();
   return large;

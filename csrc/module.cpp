@@ -1,7 +1,9 @@
-// The Python module: importing it registers the MPS kernels. What it offers by itself is for tests.
+// The Python module: importing it registers the MPS kernels. What it offers by itself is for tests, but for the
+// device's name.
 #include <torch/extension.h>
 
 #include "geometry.h"
+#include "metal.h"
 #include "rope_positions.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -37,6 +39,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "limit_dispatches", [](double flops) { return std::exchange(torch_metalk::most_flops_of_a_dispatch, flops); },
       "Sets how many FLOPs one dispatch of a product may have, and returns what it was");
+  m.def("device_name", &torch_metalk::device_name, "What Metal calls the device");
+  m.def(
+      "share_buffers", [](bool shared) { return std::exchange(torch_metalk::buffers_are_shared, shared); },
+      "Sets whether the CPU may see the buffers of tensors, and returns what it was");
   m.def("turns_per_position", &torch_metalk::turns_per_position,
         "The turns that one position adds to each pair, in units of 2^-64 turns");
 }

@@ -43,23 +43,28 @@ std::string types(const at::Tensor& x, const std::optional<at::Tensor>& weight, 
   return std::string("_") + metal_type(x.scalar_type()) + "_" + metal_type(w) + "_" + metal_type(y);
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x,
-                                            const std::optional<at::Tensor>& weight,
-                                            double eps,
-                                            double weight_offset,
-                                            bool round_before_weight) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm(const at::Tensor& x,
+                                                        const std::optional<at::Tensor>& weight,
+                                                        double eps,
+                                                        double weight_offset,
+                                                        bool round_before_weight,
+                                                        bool also_float32) {
   check("rms_norm", x, weight, eps);
   const at::ScalarType y_dtype =
       weight && round_before_weight ? c10::promoteTypes(x.scalar_type(), weight->scalar_type()) : x.scalar_type();
   at::Tensor y = at::empty(x.sizes(), x.options().dtype(y_dtype).memory_format(at::MemoryFormat::Contiguous));
   at::Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(at::kFloat));
+  at::Tensor y_float32;
+  if (also_float32) {
+    y_float32 = at::empty(x.sizes(), y.options().dtype(at::kFloat));
+  }
   const Rows rows = as_rows(x);
   if (rows.columns == 0) {
     rstd.fill_(1 / std::sqrt(eps));
-    return {y, rstd};
+    return {y, rstd, y_float32};
   }
   if (rows.count == 0) {
-    return {y, rstd};
+    return {y, rstd, y_float32};
   }
   const std::optional<at::Tensor> w = kernel_weight(x, weight);
   const bool vectorized = rows.aligned() && (!w || w->storage_offset() % 4 == 0);
@@ -68,12 +73,12 @@ std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x,
                              static_cast<float>(weight_offset),   0};
   Launch launch{"rms_norm",
                 "",
-                {w.has_value(), round_before_weight, vectorized, false, false},
+                {w.has_value(), round_before_weight, vectorized, false, false, also_float32},
                 {static_cast<uint64_t>(rows.count), 1, 1},
                 0};
   choose_row_kernel(launch, "rms_norm", types(x, w, y_dtype), rows.columns);
-  dispatch(launch, {rows.tensor, w, y, rstd, params});
-  return {y, rstd};
+  dispatch(launch, {rows.tensor, w, y, rstd, y_float32, params});
+  return {y, rstd, y_float32};
 }
 
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy,
@@ -125,7 +130,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy,
   }
   Launch launch{"rms_norm",
                 "",
-                {w.has_value(), false, vectorized, wants_dx, wants_dweight},
+                {w.has_value(), false, vectorized, wants_dx, wants_dweight, false},
                 {static_cast<uint64_t>(groups), 1, 1},
                 0};
   choose_row_kernel(launch, "rms_norm_backward", types(x, w, dy_dtype), x_rows.columns);

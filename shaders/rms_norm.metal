@@ -15,7 +15,8 @@ constant bool round_before_weight [[function_constant(1)]];
 constant bool vectorized [[function_constant(2)]];  // rows start at multiples of 4 elements and hold one
 constant bool wants_dx [[function_constant(3)]];
 constant bool wants_dweight [[function_constant(4)]];
-constant bool two_vectors [[function_constant(5)]];  // of a row in one pass: 8 columns a thread instead of 4
+constant bool also_float32 [[function_constant(5)]];  // y a second time, as it was rounded, for the CPU's float32
+constant bool two_vectors [[function_constant(6)]];   // of a row in one pass: 8 columns a thread instead of 4
 
 constant uint vectors = two_vectors ? 2 : 1;
 constant constexpr uint max_vectors = 2;
@@ -43,11 +44,12 @@ inline float4 normalize4(float4 x, float rstd, device const W* weight, uint i, c
 
 // Rows of at most 8 columns a thread: x stays in registers between the two uses.
 template <typename T, typename W, typename O>
-[[kernel]] void rms_norm_single_row(device const T* x [[buffer(0)]],       // [rows, columns], rows x_stride apart
-                                    device const W* weight [[buffer(1)]],  // [columns]; unbound without weight
-                                    device O* y [[buffer(2)]],             // [rows, columns]
-                                    device float* rstd [[buffer(3)]],      // [rows]
-                                    constant RMSNormParams& p [[buffer(4)]],
+[[kernel]] void rms_norm_single_row(device const T* x [[buffer(0)]],        // [rows, columns], rows x_stride apart
+                                    device const W* weight [[buffer(1)]],   // [columns]; unbound without weight
+                                    device O* y [[buffer(2)]],              // [rows, columns]
+                                    device float* rstd [[buffer(3)]],       // [rows]
+                                    device float* y_float32 [[buffer(4)]],  // [rows, columns]; unbound if not wanted
+                                    constant RMSNormParams& p [[buffer(5)]],
                                     uint row [[threadgroup_position_in_grid]],
                                     uint thread_index [[thread_position_in_threadgroup]],
                                     uint threads [[threads_per_threadgroup]],
@@ -65,9 +67,14 @@ template <typename T, typename W, typename O>
   }
   const float r = reciprocal_norm(threadgroup_sum(squares, partial, lane, simdgroup, simdgroups), p);
   device O* y_row = y + ulong(row) * p.columns;
+  device float* y_float32_row = y_float32 + ulong(row) * p.columns;
   for (uint v = 0; v < vectors; ++v) {
     const uint i = 4 * (thread_index + v * threads);
-    store4(y_row, i, p.columns, vectorized, normalize4<T>(values[v], r, weight, i, p));
+    const float4 normalized = normalize4<T>(values[v], r, weight, i, p);
+    store4(y_row, i, p.columns, vectorized, normalized);
+    if (also_float32) {
+      store4(y_float32_row, i, p.columns, vectorized, float4(vec<O, 4>(normalized)));
+    }
   }
   if (thread_index == 0) {
     rstd[row] = r;
@@ -76,11 +83,12 @@ template <typename T, typename W, typename O>
 
 // Rows of any length: x is read twice.
 template <typename T, typename W, typename O>
-[[kernel]] void rms_norm_looped(device const T* x [[buffer(0)]],       // [rows, columns], rows x_stride apart
-                                device const W* weight [[buffer(1)]],  // [columns]; unbound without weight
-                                device O* y [[buffer(2)]],             // [rows, columns]
-                                device float* rstd [[buffer(3)]],      // [rows]
-                                constant RMSNormParams& p [[buffer(4)]],
+[[kernel]] void rms_norm_looped(device const T* x [[buffer(0)]],        // [rows, columns], rows x_stride apart
+                                device const W* weight [[buffer(1)]],   // [columns]; unbound without weight
+                                device O* y [[buffer(2)]],              // [rows, columns]
+                                device float* rstd [[buffer(3)]],       // [rows]
+                                device float* y_float32 [[buffer(4)]],  // [rows, columns]; unbound if not wanted
+                                constant RMSNormParams& p [[buffer(5)]],
                                 uint row [[threadgroup_position_in_grid]],
                                 uint thread_index [[thread_position_in_threadgroup]],
                                 uint threads [[threads_per_threadgroup]],
@@ -96,9 +104,14 @@ template <typename T, typename W, typename O>
   }
   const float r = reciprocal_norm(threadgroup_sum(squares, partial, lane, simdgroup, simdgroups), p);
   device O* y_row = y + ulong(row) * p.columns;
+  device float* y_float32_row = y_float32 + ulong(row) * p.columns;
   for (uint i = 4 * thread_index; i < p.columns; i += 4 * threads) {
     const float4 values = load4(x_row, i, p.columns, vectorized);
-    store4(y_row, i, p.columns, vectorized, normalize4<T>(values, r, weight, i, p));
+    const float4 normalized = normalize4<T>(values, r, weight, i, p);
+    store4(y_row, i, p.columns, vectorized, normalized);
+    if (also_float32) {
+      store4(y_float32_row, i, p.columns, vectorized, float4(vec<O, 4>(normalized)));
+    }
   }
   if (thread_index == 0) {
     rstd[row] = r;

@@ -10,6 +10,7 @@ import torch
 
 from torch_metalk import _extension
 from torch_metalk._version import __version__
+from torch_metalk.ops import _cpu_share
 from torch_metalk.ops._operator import OPERATORS
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy")
@@ -26,6 +27,12 @@ class Diagnosis(dict):
             lines += [f"  mps is not in use: {self['device']['reason']}"]
         extension = self["extension"]
         lines += [f"extension      {'in use' if extension['loaded'] else 'not in use: ' + extension['reason']}"]
+        split = self["row_split"]
+        lines += [f"row split      {split['device'] or 'not in use: it is for mps and the extension'}"]
+        lines += [f"  {split['problem']}"] if split["problem"] else []
+        for dtype, on in split["cpu_shares"].items() if split["device"] else ():
+            told = on["reason"] or f"{on['forward']:.2f} of the rows forward, {on['backward']:.2f} backward"
+            lines += [f"  {dtype:<14} {told}"]
         width = max(map(len, self["operators"]))
         lines += [f"{'operator':<{width}}  on mps        elsewhere"]
         lines += [f"{name:<{width}}  {on['mps']:<12}  {on['other']}" for name, on in self["operators"].items()]
@@ -40,7 +47,9 @@ def doctor() -> Diagnosis:
     Returns:
         A dictionary that prints as a table: ``torch_metalk``, ``python``, ``platform``; ``packages``: name to version
         or None; ``device``: ``name`` and the ``reason`` why it is not mps; ``extension``: ``loaded`` and the ``reason``
-        why not; ``operators``: name to ``{"mps": "Metal" | "eager twin", "other": "eager twin"}``.
+        why not; ``row_split``: ``device``, Metal's name of it, ``cpu_shares``: dtype to the CPU's shares by
+        ``cpu_share="auto"`` and the ``reason`` why they are 0, and the ``problem`` with stored times; ``operators``:
+        name to ``{"mps": "Metal" | "eager twin", "other": "eager twin"}``.
     """
     return Diagnosis(
         torch_metalk=__version__,
@@ -49,6 +58,7 @@ def doctor() -> Diagnosis:
         packages={name: _version(name) for name in _PACKAGES},
         device=_device(),
         extension=_extension.status._asdict(),
+        row_split=_row_split(),
         operators={
             name: {"mps": "Metal" if _has_metal(name) else "eager twin", "other": "eager twin"} for name in OPERATORS
         },
@@ -68,6 +78,18 @@ def _device() -> dict[str, Any]:
     if torch.backends.mps.is_built():
         return {"name": "cpu", "reason": "torch is built for it, but macOS 14 or an Apple GPU is missing"}
     return {"name": "cpu", "reason": "this build of torch has no mps device (it exists on macOS)"}
+
+
+def _row_split() -> dict[str, Any]:
+    device = _cpu_share.device_name()
+    return {
+        "device": device,
+        "problem": _cpu_share.stored().problem,
+        "cpu_shares": {
+            str(dtype).removeprefix("torch."): _cpu_share.automatic_shares(device, dtype)._asdict()
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        },
+    }
 
 
 def _has_metal(name: str) -> bool:

@@ -6,6 +6,7 @@ from torch_metalk.ops.lora_linear import lora_linear
 from torch_metalk.ops.lora_mlp import lora_mlp
 from torch_metalk.ops.lora_qkv import lora_qkv
 from torch_metalk.ops.matmul import matmul
+from torch_metalk.ops.matmul_rows_split import matmul_rows_split
 from torch_metalk.ops.rms_norm import rms_norm
 from torch_metalk.ops.rope import rope, rope_qk
 from torch_metalk.ops.rope_positions import rope_positions
@@ -19,6 +20,7 @@ __all__ = [
     "lora_mlp",
     "lora_qkv",
     "matmul",
+    "matmul_rows_split",
     "rms_norm",
     "rope",
     "rope_positions",

@@ -19,7 +19,8 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     rounding: str = "before_weight",
-) -> Tensor:
+    also_float32: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""``x / sqrt(mean(x**2) + eps) * (weight + weight_offset)`` over the last dimension, sums in float32.
 
     The families of models differ in the offset and in where they round to a half precision dtype:
@@ -39,9 +40,12 @@ def rms_norm(
         weight_offset: added to the weight in float32.
         rounding: ``"before_weight"`` rounds the normalised value to x's dtype and then multiplies;
             ``"after_weight"`` multiplies in float32 and rounds once.
+        also_float32: return the result, as it was rounded, in float32 too, written by the same kernel: what the CPU's
+            rows of `matmul_rows_split` start from.
 
     Returns:
-        A contiguous tensor of x's shape. Backward keeps x and one float32 per row, and nothing else.
+        A contiguous tensor of x's shape, and with `also_float32` a second one, which no gradient comes from (the same
+        memory where the result is float32 itself). Backward keeps x and one float32 per row, and nothing else.
 
     Raises:
         ValueError: x has no dimension, weight is not ``[N]``, eps is negative or not finite, weight_offset is not
@@ -53,7 +57,13 @@ def rms_norm(
     _checks.number("rms_norm", "weight_offset", weight_offset)
     if not math.isfinite(weight_offset):
         _checks.refuse("rms_norm", "weight_offset", weight_offset, "a finite number")
-    return _rms_norm(x, weight, eps, weight_offset, rounding == "before_weight")[0]
+    before_weight = rounding == "before_weight"
+    if not also_float32:
+        return _rms_norm(x, weight, eps, weight_offset, before_weight, False)[0]
+    _check(x, weight, eps)
+    twin = _result_dtype(x, weight, before_weight) is not torch.float32
+    y, _, y_float32 = _rms_norm(x, weight, eps, weight_offset, before_weight, twin)
+    return y, y_float32 if twin else y.detach()
 
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, op: str = "rms_norm") -> None:
@@ -70,7 +80,14 @@ def _result_dtype(x: Tensor, weight: Tensor | None, round_before_weight: bool) -
     return torch.promote_types(x.dtype, weight.dtype) if weight is not None and round_before_weight else x.dtype
 
 
-def _eager(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool):
+def _eager(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool, also_float32: bool
+):
+    y, rstd = _normalize(x, weight, eps, weight_offset, round_before_weight)
+    return y, rstd, y.to(torch.float32, copy=True) if also_float32 else None
+
+
+def _normalize(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool):
     _check(x, weight, eps)
     dtype = compute_dtype(x)
     x_ = cast(x, dtype).contiguous()
@@ -93,9 +110,12 @@ def _empty(x: Tensor, weight: Tensor | None, round_before_weight: bool) -> Tenso
     return x.new_empty(x.shape, dtype=_result_dtype(x, weight, round_before_weight))
 
 
-def _fake(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool):
+def _fake(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, round_before_weight: bool, also_float32: bool
+):
     _check(x, weight, eps)
-    return _empty(x, weight, round_before_weight), x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
+    y, rstd = _empty(x, weight, round_before_weight), x.new_empty(x.shape[:-1], dtype=compute_dtype(x))
+    return y, rstd, x.new_empty(x.shape, dtype=torch.float32) if also_float32 else None
 
 
 def _backward_check(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> None:
@@ -138,26 +158,26 @@ def _fake_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, weight_offset, round_before_weight):
-        y, rstd = _rms_norm.below_autograd(x, weight, eps, weight_offset, round_before_weight)
+    def forward(ctx, x, weight, eps, weight_offset, round_before_weight, also_float32):
+        y, rstd, y_float32 = _rms_norm.below_autograd(x, weight, eps, weight_offset, round_before_weight, also_float32)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(rstd)
+        ctx.mark_non_differentiable(rstd, *(() if y_float32 is None else (y_float32,)))
         ctx.save_for_backward(x, weight, rstd)
         ctx.weight_offset = weight_offset
-        return y, rstd
+        return y, rstd, y_float32
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, dy, *_):
         if dy is None:
-            return (None,) * 5
+            return (None,) * 6
         mask = list(ctx.needs_input_grad[:2])
         dx, dweight = _rms_norm_backward(dy, *ctx.saved_tensors, ctx.weight_offset, mask)
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 _rms_norm = define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_weight)"
-    " -> (Tensor y, Tensor rstd)",
+    "rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset, bool round_before_weight, bool also_float32)"
+    " -> (Tensor y, Tensor rstd, Tensor y_float32)",
     eager=_eager,
     fake=_fake,
     autograd=_RMSNorm.apply,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from torch_metalk.ops import _checks
+from torch_metalk.ops import _checks, _cpu_share
 from torch_metalk.patching import families
 from torch_metalk.patching.report import PatchReport
 
@@ -27,7 +27,12 @@ LORA_OPS = families.LORA_LAYER_OPS | {"lora_mlp"}
 _REPLACEABLE_ATTENTION = ("sdpa", "eager")
 
 
-def patch(model: nn.Module, ops: Iterable[str] | None = None, base_matmul: str = "torch") -> PatchReport:
+def patch(
+    model: nn.Module,
+    ops: Iterable[str] | None = None,
+    base_matmul: str = "torch",
+    cpu_share: float | str | None = None,
+) -> PatchReport:
     """Run a model's norms, MLPs, attention and LoRA layers through this package's operators.
 
     Works on this model alone: no class or function of transformers or PEFT is changed, and another model built from the
@@ -42,25 +47,36 @@ def patch(model: nn.Module, ops: Iterable[str] | None = None, base_matmul: str =
             the largest of them runs that gives what PEFT gives.
         base_matmul: ``"torch"``, or ``"metal"`` to have the frozen products inside of ``"lora_qkv"`` and ``"lora_mlp"``
             made by this package's kernels on mps. The last call decides, for the whole model.
+        cpu_share: the CPU's share of the rows of the frozen products of LoRA layers on mps, from 0 to 1 or ``"auto"``,
+            as `ops.matmul_rows_split` takes it; ``"lora_linear"`` adds the adapters then, layer by layer. Of a half
+            precision weight that is split a float32 copy is kept on the CPU. Means nothing on other devices and under
+            torch.compile. None splits nothing. The last call decides, for the whole model.
 
     Returns:
         A `PatchReport`: what is patched now, and what was left alone and why. Print it.
 
     Raises:
-        TypeError: model is not a module.
-        ValueError: an unknown name in `ops`, or none at all; an unknown `base_matmul`.
+        TypeError: model is not a module; cpu_share no number.
+        ValueError: an unknown name in `ops`, or none at all; an unknown `base_matmul`; a share outside of 0 to 1.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     wanted = _check(model, ops).union(*map(_in_use, modules))
     _checks.one_of("patch", "base_matmul", base_matmul, BASE_MATMULS)
-    own_matmul = base_matmul == "metal"
+    if cpu_share is not None:
+        _cpu_share.check_share("patch", cpu_share)
+    products = families.FrozenProducts(base_matmul == "metal", cpu_share)
     lora_layers = [module for module in modules if _is_lora(module)]
     if wanted & families.LORA_LAYER_OPS:
-        _take_over(lora_layers, wanted, own_matmul)
+        _take_over(lora_layers, wanted, products)
+    if cpu_share is None:
+        _forget_twins(lora_layers)
     patched, skipped, within = Counter(), Counter(), {}
     for module in modules:
-        _patch_module(module, wanted, own_matmul, patched, skipped, within)
+        _patch_module(module, wanted, products, patched, skipped, within)
+    for module in modules:
+        families.write_twins(module, cpu_share)
     for layer in lora_layers:
+        _report_split(layer, patched, skipped)
         _report_lora(layer, wanted, patched, skipped, within)
     if "attention" in wanted:
         _patch_attention(model, modules, patched, skipped)
@@ -73,10 +89,11 @@ def unpatch(model: nn.Module) -> nn.Module:
     Settings made on the patched model's config after `patch` are lost with it.
     """
     _check(model, None)
+    _forget_twins([module for module in model.modules() if _is_lora(module)])
     for module in model.modules():
         if (stock := families.stock_class(module)) is not type(module):
             module.__class__ = stock
-            for attribute in (families.OPS_ATTRIBUTE, families.MATMUL_ATTRIBUTE):
+            for attribute in (families.OPS_ATTRIBUTE, families.MATMUL_ATTRIBUTE, families.SHARE_ATTRIBUTE):
                 module.__dict__.pop(attribute, None)
         for name, config in module.__dict__.pop(families.CONFIGS_ATTRIBUTE, {}).items():
             module.__dict__[name] = config
@@ -112,7 +129,7 @@ def _in_use(module: nn.Module) -> set[str]:
 def _patch_module(
     module: nn.Module,
     wanted: frozenset[str],
-    own_matmul: bool,
+    products: families.FrozenProducts,
     patched: Counter,
     skipped: Counter,
     within: dict[nn.Module, tuple[str, str]],
@@ -120,7 +137,7 @@ def _patch_module(
     cls = families.stock_class(module)
     target = families.target_of(cls)
     if target is not None:
-        _patch_target(module, target, wanted, own_matmul, patched, skipped, within)
+        _patch_target(module, target, wanted, products, patched, skipped, within)
     elif _is_lora(module):
         return
     elif op := _looks_like(cls, wanted):
@@ -142,7 +159,7 @@ def _patch_target(
     module: nn.Module,
     target: families.Target,
     wanted: frozenset[str],
-    own_matmul: bool,
+    products: families.FrozenProducts,
     patched: Counter,
     skipped: Counter,
     within: dict[nn.Module, tuple[str, str]],
@@ -162,7 +179,7 @@ def _patch_target(
     if enabled:
         enabled |= set(module.__dict__.get(families.OPS_ATTRIBUTE, ()))
         module.__class__ = patched_class(target.stock)
-        families.give_ops(module, enabled, own_matmul and not enabled.isdisjoint(LORA_OPS))
+        families.give_ops(module, enabled, families.BY_TORCH if enabled.isdisjoint(LORA_OPS) else products)
     unit, why_not = _unit_of(module, target, enabled, within)
     if unit is not None:
         patched[name, unit, why_not] += 1
@@ -195,11 +212,30 @@ def _is_lora(module: nn.Module) -> bool:
     return layer is not None and isinstance(module, layer.LoraLayer)
 
 
-def _take_over(lora_layers: list[nn.Module], wanted: frozenset[str], own_matmul: bool) -> None:
+def _take_over(lora_layers: list[nn.Module], wanted: frozenset[str], products: families.FrozenProducts) -> None:
     for layer in lora_layers:
         from torch_metalk.peft import take_over
 
-        take_over(layer, wanted, own_matmul)
+        take_over(layer, wanted, products)
+
+
+def _forget_twins(lora_layers: list[nn.Module]) -> None:
+    for layer in lora_layers:
+        from torch_metalk.peft.linear import forget_twin
+
+        forget_twin(layer)
+
+
+def _report_split(layer: nn.Module, patched: Counter, skipped: Counter) -> None:
+    """Whether CPU and GPU share the product of a layer's frozen weight at present, where that was asked for."""
+    if families.cpu_share(layer) is None:
+        return
+    from torch_metalk.peft.linear import fused_adapter, why_not_split
+
+    adapter = fused_adapter(layer, None)
+    reason = adapter if isinstance(adapter, str) else why_not_split(layer, adapter, adapter.weight)
+    name = f"lora.{families.stock_class(layer).__name__}"
+    (patched if reason is None else skipped)[name, "matmul_rows_split", reason or ""] += 1
 
 
 def _unit_of(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalk import ops
+from torch_metalk.ops import _cpu_share
 
 
 class NormSpec(NamedTuple):
@@ -30,17 +31,23 @@ class NormSpec(NamedTuple):
 
 
 class Family(NamedTuple):
-    """One modeling module of transformers; its classes are ``<prefix>RMSNorm``, ``…Attention`` and ``…MLP``."""
+    """One modeling module of transformers; its classes are ``<prefix>RMSNorm``, ``…Attention`` and ``…MLP``.
+
+    `input_norms` are the norms of a decoder layer whose output is the input of its attention or its MLP.
+    """
 
     prefix: str
     norm: NormSpec
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     act: str = "act_fn"
+    input_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
 
 
 _LLAMA_NORM = NormSpec("variance_epsilon")
 _GEMMA_NORM = NormSpec("eps", weight_offset=1.0, rounding="after_weight")
 _OLMO2_NORM = NormSpec("variance_epsilon", rounding="after_weight")
+# Gemma 2 and 3 norm the attention's output as well, under the name that others have for the MLP's input.
+_GEMMA2_INPUT_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
 
 FAMILIES = {
     "llama": Family("Llama", _LLAMA_NORM),
@@ -50,9 +57,9 @@ FAMILIES = {
     "smollm3": Family("SmolLM3", _LLAMA_NORM),
     "phi3": Family("Phi3", _LLAMA_NORM, gate_up=("gate_up_proj",), act="activation_fn"),
     "gemma": Family("Gemma", _GEMMA_NORM),
-    "gemma2": Family("Gemma2", _GEMMA_NORM),
-    "gemma3": Family("Gemma3", _GEMMA_NORM),
-    "olmo2": Family("Olmo2", _OLMO2_NORM),
+    "gemma2": Family("Gemma2", _GEMMA_NORM, input_norms=_GEMMA2_INPUT_NORMS),
+    "gemma3": Family("Gemma3", _GEMMA_NORM, input_norms=_GEMMA2_INPUT_NORMS),
+    "olmo2": Family("Olmo2", _OLMO2_NORM, input_norms=()),
 }
 
 
@@ -83,6 +90,9 @@ def target_of(cls: type[nn.Module]) -> Target | None:
 OPS_ATTRIBUTE = "_torch_metalk_ops"
 #: Where a module keeps that the frozen products of its LoRA units are made by this package's matmul.
 MATMUL_ATTRIBUTE = "_torch_metalk_own_matmul"
+#: Where a module keeps the CPU's share of the rows of frozen products: a LoRA layer splits its own, a module that may
+#: get LoRA layers hands it on to them, and a norm writes its output's twin for them.
+SHARE_ATTRIBUTE = "_torch_metalk_cpu_share"
 #: The operators that a LoRA layer itself may use.
 LORA_LAYER_OPS = frozenset({"lora_linear", "lora_qkv"})
 #: The projections of one input that an attention calls.
@@ -99,13 +109,28 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
     return getattr(cls, "stock", cls) if cls.__module__.startswith("torch_metalk.") else cls
 
 
-def give_ops(module: nn.Module, ops: Iterable[str], own_matmul: bool) -> None:
+class FrozenProducts(NamedTuple):
+    """How products with frozen weights are made."""
+
+    own_matmul: bool = False
+    cpu_share: float | str | None = None
+
+
+BY_TORCH = FrozenProducts()
+
+
+def give_ops(module: nn.Module, ops: Iterable[str], products: FrozenProducts = BY_TORCH) -> None:
     """Note which operators a module may use from now on."""
     module.__dict__[OPS_ATTRIBUTE] = frozenset(ops)
-    if own_matmul:
-        module.__dict__[MATMUL_ATTRIBUTE] = True
+    _note(module, MATMUL_ATTRIBUTE, products.own_matmul or None)
+    _note(module, SHARE_ATTRIBUTE, products.cpu_share)
+
+
+def _note(module: nn.Module, attribute: str, value: object) -> None:
+    if value is None:
+        module.__dict__.pop(attribute, None)
     else:
-        module.__dict__.pop(MATMUL_ATTRIBUTE, None)
+        module.__dict__[attribute] = value
 
 
 def may_use(module: nn.Module, op: str) -> bool:
@@ -114,6 +139,28 @@ def may_use(module: nn.Module, op: str) -> bool:
 
 def own_matmul(module: nn.Module) -> bool:
     return module.__dict__.get(MATMUL_ATTRIBUTE, False)
+
+
+def cpu_share(module: nn.Module) -> float | str | None:
+    return module.__dict__.get(SHARE_ATTRIBUTE)
+
+
+def frozen_products(module: nn.Module) -> FrozenProducts:
+    return FrozenProducts(own_matmul(module), cpu_share(module))
+
+
+def why_unsplit(share: float | str, t: Tensor) -> str | None:
+    """Why CPU and GPU do not share a product of this tensor's dtype and device, or None where they do."""
+    shares = _cpu_share.shares(share, t.device, t.dtype)
+    return None if shares.forward or shares.backward else shares.reason
+
+
+def write_twins(layer: nn.Module, share: float | str | None) -> None:
+    """Have the norms of a decoder layer that its attention and MLP start with write their output's twin, or no more."""
+    for name, norm in layer._modules.items():
+        target = target_of(stock_class(norm))
+        if target is not None and target.kind == "RMSNorm" and name in target.family.input_norms:
+            _note(norm, SHARE_ATTRIBUTE, share if may_use(norm, "rms_norm") else None)
 
 
 def is_lora_linear(module: nn.Module | None) -> bool:

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch_metalk import ops
 from torch_metalk.patching import families
 from torch_metalk.patching.attention import register
+from torch_metalk.patching.twins import output_twin
 
 register()
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Patched:
@@ -31,7 +34,7 @@ class Patched:
         if families.is_lora_linear(value) and (given := self.__dict__.get(families.OPS_ATTRIBUTE)):
             from torch_metalk.peft import take_over
 
-            take_over(value, given, families.own_matmul(self))
+            take_over(value, given, families.frozen_products(self))
         super().__setattr__(name, value)
 
 
@@ -57,7 +60,33 @@ def _has_lora(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def _norm(target: families.Target):
-    return _forward_of_one(target, lambda self, x: ops.rms_norm(x, *families.norm_args(self, target.family.norm)))
+    def run(self, x):
+        arguments = families.norm_args(self, target.family.norm)
+        share = families.cpu_share(self)
+        # Twins are of a call and not of a graph, as are the products that read them.
+        if share is None or x.dtype not in _HALF or torch.compiler.is_compiling() or families.why_unsplit(share, x):
+            return ops.rms_norm(x, *arguments)
+        y, twin = ops.rms_norm(x, *arguments, also_float32=True)
+        if y.dtype in _HALF:
+            output_twin.put(y, twin)
+        return y
+
+    return _forward_of_one(target, run)
+
+
+def _last_reader(forward: Callable) -> Callable:
+    """The forward of a module that a norm wrote its twin for: afterwards nobody needs that."""
+
+    @functools.wraps(forward)
+    def wrapped(self, *args, **kwargs):
+        if families.cpu_share(self) is None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            output_twin.drop()
+
+    return wrapped
 
 
 def _attention(target: families.Target):
@@ -74,7 +103,7 @@ def _attention(target: families.Target):
         with units.projected_together(self, args[0] if args else kwargs[name]):
             return run(self, *args, **kwargs)
 
-    return {"forward": functools.wraps(target.stock.forward)(forward)}
+    return {"forward": _last_reader(functools.wraps(target.stock.forward)(forward))}
 
 
 def _mlp(target: families.Target):
@@ -91,7 +120,7 @@ def _mlp(target: families.Target):
             return families.mlp_forward(self, x, target.family)
         return target.stock.forward(self, x)
 
-    return _forward_of_one(target, run)
+    return _forward_of_one(target, _last_reader(run))
 
 
 _MAKERS = {"RMSNorm": _norm, "Attention": _attention, "MLP": _mlp}

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from torch_metalk import ops
-from torch_metalk.patching.families import HOOKS, LORA_LAYER_OPS, give_ops, may_use, own_matmul
+from torch_metalk.patching.families import (
+    BY_TORCH,
+    HOOKS,
+    LORA_LAYER_OPS,
+    FrozenProducts,
+    cpu_share,
+    give_ops,
+    may_use,
+    own_matmul,
+    why_unsplit,
+)
+from torch_metalk.patching.twins import output_twin, weight_twins
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _GLOBAL_HOOKS = tuple(
@@ -44,16 +55,27 @@ class MetalkLoraLinear(lora.Linear):
         adapter = fused_adapter(self, x)
         if isinstance(adapter, str):
             return super().forward(x)
-        if may_use(self, "lora_qkv") and why_not_with_base(adapter, x) is None:
+        split = why_not_split(self, adapter, x) is None
+        if not split and may_use(self, "lora_qkv") and why_not_with_base(adapter, x) is None:
             layer = [adapter.weight], [adapter.bias], [adapter.lora_a], [adapter.lora_b], [adapter.scaling]
             return ops.lora_qkv(x, *layer, own_matmul=own_matmul(self))[0]
         if not may_use(self, "lora_linear"):
             return super().forward(x)
-        base_out = self.base_layer(x)
+        base_out = _split_product(self, adapter, x) if split else self.base_layer(x)
         if adapter.drops():
             # PEFT drops from the input in the adapter's dtype, so the scaled values are rounded there.
             x = adapter.dropout(self._cast_input_dtype(x, adapter.lora_a.dtype))
         return ops.lora_linear(x, base_out, adapter.lora_a, adapter.lora_b, adapter.scaling)
+
+    # Both write to the `data` of the base weight, which nothing counts: its twin is made anew when it is needed.
+
+    def merge(self, *args, **kwargs) -> None:
+        super().merge(*args, **kwargs)
+        forget_twin(self)
+
+    def unmerge(self) -> None:
+        super().unmerge()
+        forget_twin(self)
 
 
 class _HandedOver(threading.local):
@@ -77,7 +99,7 @@ class _HandedOver(threading.local):
 handed_over = _HandedOver()
 
 
-def take_over(module: nn.Module, given: Iterable[str] = LORA_LAYER_OPS, own_matmul: bool = False) -> bool:
+def take_over(module: nn.Module, given: Iterable[str] = LORA_LAYER_OPS, products: FrozenProducts = BY_TORCH) -> bool:
     """Put a stock LoRA layer on the fused path, by those of the given operators that a layer may use.
 
     True if it is on it now. Where none of them is one that a layer may use, it is left alone.
@@ -89,7 +111,7 @@ def take_over(module: nn.Module, given: Iterable[str] = LORA_LAYER_OPS, own_matm
         module.__class__ = MetalkLoraLinear
     if type(module) is not MetalkLoraLinear:
         return False
-    give_ops(module, given, own_matmul)
+    give_ops(module, given, products)
     return True
 
 
@@ -135,6 +157,37 @@ def why_not_base(weight: Tensor, bias: Tensor | None, x: Tensor, features: tuple
     if not fits or weight.device != x.device or features != weight.shape[1:]:
         return "the input does not fit the base layer"  # stock raises the error
     return None
+
+
+def why_not_split(layer: nn.Module, adapter: Adapter, x: Tensor) -> str | None:
+    """Why CPU and GPU do not share the rows of the base layer's product of x, or None where they do."""
+    share = cpu_share(layer)
+    if share is None:
+        return "cpu_share is None"
+    if not may_use(layer, "lora_linear"):
+        return "lora_linear, which adds the adapter to a split product, is not among the operators"
+    if torch.compiler.is_compiling():
+        return "it is compiled"
+    # A trained weight has another twin in every step.
+    if reason := why_not_base(adapter.weight, adapter.bias, x, x.shape[-1:]):
+        return reason
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and adapter.weight.dtype != torch.get_autocast_dtype(device):
+        return "autocast casts the weight"
+    return why_unsplit(share, adapter.weight)
+
+
+def _split_product(layer: nn.Module, adapter: Adapter, x: Tensor) -> Tensor:
+    weight, bias, share = adapter.weight, adapter.bias, cpu_share(layer)
+    twins = output_twin.of(x), weight_twins.of(weight)
+    return ops.matmul_rows_split(x, weight, True, bias, share, *twins)
+
+
+def forget_twin(layer: nn.Module) -> None:
+    """Of the base layer's weight, where there is one."""
+    weight = getattr(layer.base_layer, "weight", None)
+    if isinstance(weight, Tensor):
+        weight_twins.forget(weight)
 
 
 def plain(module: nn.Module) -> bool:

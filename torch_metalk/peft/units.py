@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch_metalk import ops
 from torch_metalk.patching import families
 from torch_metalk.peft.linear import (
+    Adapter,
     MetalkLoraLinear,
     fused_adapter,
     handed_over,
     plain,
     plain_linear,
     why_not_base,
+    why_not_split,
     why_not_with_base,
 )
+
+_SPLIT = "CPU and GPU share the base layer's product"
 
 
 class Layers(NamedTuple):
@@ -40,10 +44,15 @@ def op_alone(layer: MetalkLoraLinear) -> tuple[str | None, str | None]:
     adapter = fused_adapter(layer, None)
     if isinstance(adapter, str):
         return None, adapter
-    obstacle = why_not_with_base(adapter, adapter.weight)
+    obstacle = _why_not_whole(layer, adapter, adapter.weight)
     if families.may_use(layer, "lora_qkv") and obstacle is None:
         return "lora_qkv", None
     return ("lora_linear", None) if families.may_use(layer, "lora_linear") else (None, obstacle)
+
+
+def _why_not_whole(layer: nn.Module, adapter: Adapter, x: Tensor) -> str | None:
+    """Why an operator does not make the base layer's product of x as well, or None where it does."""
+    return why_not_with_base(adapter, x) or (_SPLIT if why_not_split(layer, adapter, x) is None else None)
 
 
 # ---- q, k and v
@@ -73,7 +82,7 @@ def qkv_unit(attention: nn.Module, x: Tensor | None = None) -> tuple[list[nn.Mod
     served, layers, reason = [], Layers([], [], [], [], []), ""
     for member in members:
         adapter = fused_adapter(member, x)
-        obstacle = adapter if isinstance(adapter, str) else _changes_input(member) or why_not_with_base(adapter, x)
+        obstacle = adapter if isinstance(adapter, str) else _changes_input(member) or _why_not_whole(member, adapter, x)
         if obstacle is None:
             served.append(member)
             layers.add(adapter.weight, adapter.bias, adapter.lora_a, adapter.lora_b, adapter.scaling)
@@ -136,6 +145,8 @@ def gated_unit(mlp: nn.Module, family: families.Family, x: Tensor | None = None)
                 return "a LoRA layer has hooks or a forward of its own"
             if adapter.drops():
                 return "dropout is active"
+            if why_not_split(member, adapter, adapter.weight if x is None else x) is None:
+                return _SPLIT
             layers.add(adapter.weight, adapter.bias, adapter.lora_a, adapter.lora_b, adapter.scaling)
         elif plain_linear(member):
             layers.add(member._parameters["weight"], member._parameters["bias"])
