@@ -56,6 +56,8 @@ MANY_ROWS = {
         lambda x: test_rope_positions.stock(x, 0, 10000.0, 4),
     ),
     "softmax": (ops.softmax, test_softmax.stock),
+    "matmul": (lambda x: ops.matmul(x, torch.eye(4).to(x) / 2), lambda x: x / 2),
+    "matmul_rows_split": (lambda x: ops.matmul_rows_split(x, torch.eye(4).to(x) / 2, cpu_share=0.5), lambda x: x / 2),
     "lora_linear": (lambda x: ops.lora_linear(x, **adapter(x)), lambda x: test_lora_linear.stock(x, **adapter(x))),
     "lora_qkv": (lambda x: sum(ops.lora_qkv(x, *layers(x, 2))), lambda x: 4 * x),
     "lora_mlp": (lambda x: ops.lora_mlp(x, *layers(x, 3)), lambda x: 4 * x * torch.nn.functional.silu(2 * x)),

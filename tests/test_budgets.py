@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,8 +48,8 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to("mps", dtype)
 
 
-def _norm(shape: tuple[int, ...], dtype: torch.dtype) -> tuple:
-    return _random(shape, dtype), _random(shape[-1:], dtype), 1e-6, 0.0, True
+def _norm(shape: tuple[int, ...], dtype: torch.dtype, also_float32: bool = False) -> tuple:
+    return _random(shape, dtype), _random(shape[-1:], dtype), 1e-6, 0.0, True, also_float32
 
 
 def _norm_backward(*output_mask: bool) -> Callable[[tuple[int, ...], torch.dtype], tuple]:
@@ -102,6 +103,7 @@ OPS = torch.ops.torch_metalk
 
 ROWS = [
     Row("rms_norm", OPS.rms_norm, _norm),
+    Row("rms_norm_also_float32", OPS.rms_norm, partial(_norm, also_float32=True)),
     Row("rms_norm_backward", OPS.rms_norm_backward, _norm_backward(True, False)),
     # Its partial sums are written by the first dispatch and added up by a second.
     Row("rms_norm_backward_weight", OPS.rms_norm_backward, _norm_backward(True, True), dispatches=2, unique=1.06),

@@ -113,12 +113,7 @@ def test_calibrate(cache):
     name = _cpu_share.device_name()
     for dtype, share in shares.items():
         assert 0 < share.forward < 1 and 0 < share.backward < 1 and not share.reason
-        assert (
-            automatic_shares(name, dtype)
-            == share
-            == torch_metalk.doctor()["row_split"]["cpu_shares"][str(dtype).removeprefix("torch.")].values()
-            or automatic_shares(name, dtype) == share
-        )
+        assert automatic_shares(name, dtype) == share
     stored = json.loads(cache.read_text())
     assert stored["format"] == "torch_metalk calibration 1" and set(stored["milliseconds"]) == {name}
     # What is not measured anew stays, and another process finds the same.

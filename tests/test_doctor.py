@@ -14,14 +14,16 @@ import torch_metalk
 from tests.conftest import WITH_DEVICE
 from torch_metalk import _doctor, _extension, doctor
 
-OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "lora_linear", "lora_qkv", "lora_mlp"} | {
+OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "matmul", "matmul_rows_split"} | {
     name + form for name in ("swiglu", "geglu") for form in ("", "_packed")
 }
+OPERATORS |= {"lora_linear", "lora_qkv", "lora_mlp"}
 
 
 def test_keys_and_values():
     found = doctor()
-    assert set(found) == {"torch_metalk", "python", "platform", "packages", "device", "extension", "operators"}
+    keys = {"torch_metalk", "python", "platform", "packages", "device", "extension", "row_split", "operators"}
+    assert set(found) == keys
     assert found["torch_metalk"] == torch_metalk.__version__
     assert found["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert set(found["packages"]) >= {"torch", "transformers", "peft"}

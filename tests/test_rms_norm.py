@@ -12,7 +12,7 @@ import torch
 
 import torch_metalk
 from tests.conftest import WITH_DEVICE
-from tests.operators import DTYPES, Case, OpTests, assert_accurate, assert_rounding_only, on_device, run
+from tests.operators import DTYPES, Case, OpTests, _opchecks, assert_accurate, assert_rounding_only, on_device, run
 from torch_metalk import ops
 
 
@@ -103,6 +103,44 @@ def test_long_rows(shape, dtype, device):
 @pytest.mark.parametrize("shape", [(37, 203), (3, 4096), (17, 4100), (2, 4203), (26, 8196), (2, 8197)], ids=str)
 def test_long_rows_in_checked_mode(shape, checked_device):
     test_long_rows(shape, torch.float32, checked_device)
+
+
+def test_also_float32_in_checked_mode(checked_device):
+    for shape in ((5, 203), (2, 4100), (2, 8197)):
+        test_also_float32(shape, torch.float16, {}, checked_device)
+
+
+FORMS = [{}, {"weight_offset": 1.0, "rounding": "after_weight"}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["llama", "gemma"])
+@pytest.mark.parametrize("shape", [(5, 200), (5, 203), (2, 4100), (2, 8196), (2, 9001), (3, 0), (0, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_also_float32(shape, dtype, form, device):
+    """The float32 of the rounded result, from the kernel that the result comes from; no gradient comes from there."""
+    tensors = {n: t.to(device, dtype).requires_grad_() for n, t in make(*shape)().items()}
+    expected = ops.rms_norm(**tensors, **form)
+    y, twin = ops.rms_norm(**tensors, **form, also_float32=True)
+    assert torch.equal(y, expected) and twin.dtype == torch.float32 and torch.equal(twin, y.detach().float())
+    assert y.requires_grad and not twin.requires_grad and twin.is_contiguous()
+    assert (twin.data_ptr() == y.data_ptr()) == (dtype == torch.float32 or not y.numel()), "float32 needs no other one"
+    dy = torch.randn(shape, device=device).to(dtype)
+    for ours, plain in zip(
+        *(torch.autograd.grad(result, list(tensors.values()), dy) for result in (y, expected)), strict=True
+    ):
+        assert torch.equal(ours, plain)
+
+
+def test_also_float32_is_an_output_of_the_operator(device):
+    x, weight = torch.randn(3, 8, device=device).half().requires_grad_(), torch.ones(8, device=device).half()
+    op = torch.ops.torch_metalk.rms_norm
+    assert op(x, weight, 1e-6, 0.0, True, False)[2] is None
+    y, _, twin = op(x, weight, 1e-6, 0.0, True, True)
+    assert torch.equal(twin, y.float())
+    for also_float32 in (False, True):
+        torch.library.opcheck(op.default, (x, weight, 1e-6, 0.0, True, also_float32), test_utils=_opchecks(device))
+    compiled = torch.compile(functools.partial(ops.rms_norm, also_float32=True), backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(compiled(x, weight), (y, twin), strict=True))
 
 
 def test_zero_row_and_zero_eps(device):

@@ -166,7 +166,14 @@ class _MatmulRowsSplit(torch.autograd.Function):
 
 
 def _autocast(dtype, a, b, transpose_b, bias, a_float32, b_float32, cpu_rows, backward_cpu_rows):
-    """As torch's own product: in the autocast dtype, of which the given twins are none where it is another one."""
+    """As torch's own product: in the autocast dtype, of which the given twins are none where it is another one.
+
+    A twin on the CPU brings its autocast here too; that of the operands' device is the one that counts.
+    """
+    device = a.device.type
+    if not torch.is_autocast_enabled(device):
+        return a, b, transpose_b, bias, a_float32, b_float32, cpu_rows, backward_cpu_rows
+    dtype = torch.get_autocast_dtype(device)
     a_, b_, *_, bias = _autocast_product(dtype, a, b, False, transpose_b, bias)
     a_float32, b_float32 = a_float32 if a_ is a else None, b_float32 if b_ is b else None
     return a_, b_, transpose_b, bias, a_float32, b_float32, cpu_rows, backward_cpu_rows
