@@ -1,5 +1,6 @@
 """The operators: one file each, with schema, shape rule, eager twin, gradient and public function."""
 
+from torch_metalk.ops._cpu_share import balanced_share
 from torch_metalk.ops.attention import attention
 from torch_metalk.ops.geglu import geglu
 from torch_metalk.ops.lora_linear import lora_linear
@@ -15,6 +16,7 @@ from torch_metalk.ops.swiglu import swiglu
 
 __all__ = [
     "attention",
+    "balanced_share",
     "geglu",
     "lora_linear",
     "lora_mlp",
