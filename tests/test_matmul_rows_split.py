@@ -54,6 +54,11 @@ def private_buffers():
         native.share_buffers(before)
 
 
+def deferred():
+    """Work runs when it is submitted, and not before, where the device can do that."""
+    return importlib.import_module("virtual_mps").mode(deferred=True) if WITH_DEVICE else contextlib.nullcontext()
+
+
 @pytest.fixture(params=["shared", "private"])
 def mps(request):
     """An mps device with buffers that the CPU sees, and with such that it does not see."""
@@ -113,10 +118,7 @@ def test_zero_sizes(shape, share, device):
 def test_between_operators_of_the_gpu(dtype, mps):
     """Its operands are the results of work that nobody has waited for, and its result is read by more of it."""
     a, b = operands(70, 40, 50, dtype)
-    device_modes = (
-        importlib.import_module("virtual_mps").mode(deferred=True) if WITH_DEVICE else contextlib.nullcontext()
-    )
-    with device_modes:
+    with deferred():
         for share in (0.5, 1):
             a_, b_ = ops.swiglu(a, a), ops.swiglu(b, b)
             bias = ops.rms_norm(b_[0])
@@ -132,10 +134,7 @@ def test_memory_that_the_gpu_still_reads(mps):
     """The allocator may hand out what earlier, unfinished work reads: the CPU must not write to that before."""
     a, b = operands(64, 64, 64)
     expected = ops.matmul(a, b)
-    device_modes = (
-        importlib.import_module("virtual_mps").mode(deferred=True) if WITH_DEVICE else contextlib.nullcontext()
-    )
-    with device_modes:
+    with deferred():
         for _ in range(5):
             twice = ops.matmul(ops.matmul_rows_split(a, b, cpu_share=1), b)
             again = ops.matmul_rows_split(a, b, cpu_share=1)
@@ -222,6 +221,18 @@ def test_only_the_gpus_rows_are_dispatched(counted_device):
     with virtual_mps.count() as counted:
         ops.matmul_rows_split(a, b, cpu_share=1)
     assert counted.total.dispatches == 0
+
+
+@needs_mps
+def test_the_gpu_starts_before_the_cpu(counted_device):
+    """Where work runs only when it is submitted, the GPU's rows are made by the time the CPU's are."""
+    import virtual_mps
+
+    a, b = operands(128, 64, 64)
+    torch.mps.synchronize()
+    with deferred(), virtual_mps.count() as counted:
+        ops.matmul_rows_split(a, b, cpu_share=0.75)
+    assert counted.total.dispatches == 1
 
 
 def test_no_other_operator_commits():
