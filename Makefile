@@ -47,7 +47,7 @@ test: setup lint
 # What the tests of the shaders do not notice; SHADER=rms_norm for one of them. Tests on the CPU launch no kernels.
 SHADERS = $(if $(SHADER),shaders/$(SHADER).metal,$(wildcard shaders/*.metal))
 mutants: setup
-	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml --seconds 20 $(SHADERS) \
+	$(BIN)/python -m virtual_mps mutants --reasons tests/mutants.toml --seconds 30 $(SHADERS) \
 	-- pytest -k "not cpu" $(patsubst shaders/%.metal,tests/test_%.py,$(SHADERS)) $(ARGS)
 
 # Everything short of a Mac that can be checked against what Apple's tools made (tests/apple, docs/fidelity.md), on Linux.
