@@ -235,6 +235,17 @@ def test_the_gpu_starts_before_the_cpu(counted_device):
     assert counted.total.dispatches == 1
 
 
+@pytest.mark.parametrize("share", ["auto", 0.5])
+def test_compiles_for_any_number_of_rows(share, device):
+    ours = functools.partial(ops.matmul_rows_split, cpu_share=share)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    b = torch.randn(24, 12, device=device)
+    for rows in (50, 70, 90):
+        a = torch.randn(rows, 24, device=device)
+        assert torch.equal(compiled(a, b), ours(a, b))
+
+
 def test_no_other_operator_commits():
     callers = [p.name for p in Path(__file__).parent.parent.glob("csrc/*.mm") if " commit(" in p.read_text()]
     assert sorted(callers) == ["matmul_rows_split.mm", "metal.mm"]
