@@ -61,6 +61,8 @@ def on_device(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]
     """The same arguments with their tensors on `device`; those on meta and sparse ones are there to be refused."""
 
     def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(item) for item in value]
         if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided:
             return value
         return value.detach().to(device).requires_grad_(value.requires_grad)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.operators import DTYPES, Case, OpTests, assert_accurate, run
+from tests.operators import DTYPES, Case, OpTests, assert_accurate, on_device, run
 from torch_metalk import ops
 
 
@@ -176,7 +176,7 @@ def test_gradients_of_parameters_are_contiguous(device):
         ({"scaling": float("inf")}, ValueError, "'scaling' is inf"),
     ],
 )
-def test_bad_input(change, error, message):
+def test_bad_input(change, error, message, device):
     arguments = {**make(4, 6, 2, 3)(), "scaling": 1.0} | change
     with pytest.raises(error, match=f"lora_linear.*{message}"):
-        ops.lora_linear(**arguments)
+        ops.lora_linear(**on_device(arguments, device))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.operators import Case, OpTests, assert_accurate, run
+from tests.operators import Case, OpTests, assert_accurate, on_device, run
 from torch_metalk import ops
 
 
@@ -255,13 +255,13 @@ def test_a_layer_that_needs_a_gradient_is_refused(device):
     ],
 )
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
-def test_bad_input(change, error, message, grad):
+def test_bad_input(change, error, message, grad, device):
     weights, biases, lora_a, lora_b = lists(make(4, 6, [(2, 3), (1, 4)])())
     lora_b[0].requires_grad_(grad)
     arguments = {"weights": weights, "biases": biases, "lora_a": lora_a, "lora_b": lora_b}
     arguments |= {"x": torch.ones(4, 6), "scalings": [1.0, 1.0]} | change
     with pytest.raises(error, match=f"lora_qkv: argument {message}"):
-        ops.lora_qkv(**arguments)
+        ops.lora_qkv(**on_device(arguments, device))
 
 
 def test_no_biases_may_be_left_out():

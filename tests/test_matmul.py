@@ -105,10 +105,9 @@ def laid_out(t: torch.Tensor, layout) -> torch.Tensor:
     return view
 
 
-def random_products(mode: str, examples: int, largest: int = 200):
-    # Ten combinations of types and not 27, so that kernels are compiled a bounded number of times.
+def random_products(mode: str, examples: int):
+    # The other mixes, of the two half precisions, are those of float32 after a copy.
     mixes = st.sampled_from([(a, b) for a in DTYPES for b in DTYPES if a == b or torch.float32 in (a, b)])
-    sizes = st.integers(0, largest)
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(m=sizes, n=sizes, k=sizes, mix=mixes, a_layout=layouts, b_layout=layouts, seed=st.integers(0, 2**31))
@@ -124,11 +123,11 @@ def random_products(mode: str, examples: int, largest: int = 200):
 
 
 def test_random_products(device):
-    random_products(device.type, 60)()
+    random_products(device.type, 40)()
 
 
 def test_random_products_in_checked_mode(checked_device):
-    random_products(checked_device.type, 25, largest=100)()
+    random_products(checked_device.type, 15)()
 
 
 @pytest.mark.parametrize("transposes", [(False, False), (False, True), (True, False), (True, True)], ids=str)

@@ -111,8 +111,8 @@ def specified() -> dict[tuple[str, str], str]:
 
 
 def element_type(spelled: str) -> str:
-    """`float` of `vec<float, 4>`, `half` of `simdgroup_matrix<_Float16, 8, 8> &`: vectors are like scalars."""
-    name = re.sub(r"^(?:vec|simdgroup_matrix)<([^,]*),.*$", r"\1", spelled.replace("metal::", ""))
+    """`float` of `vec<float, 4>`, `half` of `const simdgroup_matrix<_Float16, 8, 8> &`: vectors are like scalars."""
+    name = re.sub(r"^(?:const )?(?:vec|simdgroup_matrix)<([^,]*),.*$", r"\1", spelled.replace("metal::", ""))
     return _METAL_NAMES.get(name, name)
 
 

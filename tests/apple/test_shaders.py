@@ -104,6 +104,7 @@ def test_finds_a_function_that_metal_has_not(planted: Path) -> None:
         ("simd_sum", "_Float16", "air.simd_sum.f16"),
         ("simd_max", "vec<unsigned char, 2>", "air.simd_max.u.i8"),
         ("simdgroup_load", "simdgroup_matrix<__bf16, 8, 8> &", "air.simdgroup_matrix_8x8_load.v64bf16.p3bf16"),
+        ("simdgroup_store", "const simdgroup_matrix<float, 8, 8> &", "air.simdgroup_matrix_8x8_store.v64f32.p1f32"),
         ("threadgroup_barrier", "mem_flags", "air.wg.barrier"),
         ("min", "long", "air.min.s.i64"),
         ("popcount", "uint", "Integer Functions"),
