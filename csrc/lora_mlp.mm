@@ -61,8 +61,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_mlp(const at::Tensor& x,
                                                         bool own_matmul) {
   const char* op = "lora_mlp";
   const Activation& gating = activation_of(op, activation);
-  check_length(op, "biases", biases.size(), weights.size());
   const Layers layers = check(op, x, weights, biases, lora_a, lora_b, scalings);
+  check_length(op, "biases", biases.size(), weights.size());
   const auto in = project(x, layers.in, own_matmul);
   const at::Tensor product = gated(op, gating.library, gating.kernel, in[0], in[1]);
   return {project(product, layers.out, own_matmul)[0], in[0], in[1]};

@@ -37,8 +37,9 @@ std::vector<at::Tensor> lora_qkv(const at::Tensor& x,
                                  at::TensorList lora_b,
                                  at::ArrayRef<double> scalings,
                                  bool own_matmul) {
+  const auto layers = check("lora_qkv", x, weights, biases, lora_a, lora_b, scalings);
   check_length("lora_qkv", "biases", biases.size(), weights.size());
-  return project(x, check("lora_qkv", x, weights, biases, lora_a, lora_b, scalings), own_matmul);
+  return project(x, layers, own_matmul);
 }
 
 std::tuple<at::Tensor, std::vector<at::Tensor>> lora_qkv_backward(const OptionalTensors& dys,

@@ -49,6 +49,10 @@ def lora_qkv(
         TypeError: an integer tensor, a weight or bias of another dtype than x, a scaling that is no number.
     """
     weights, biases, lora_a, lora_b, scalings = as_lists("lora_qkv", weights, biases, lora_a, lora_b, scalings)
+    for name, tensors in (("lora_a", lora_a), ("lora_b", lora_b)):
+        for i, t in enumerate(tensors):
+            if t is None:
+                _checks.refuse("lora_qkv", f"{name}[{i}]", "None", "a tensor", TypeError)
     return _lora_qkv(x, weights, biases, lora_a, lora_b, scalings, own_matmul)
 
 
@@ -127,10 +131,6 @@ def check_frozen(op: str, weights: Sequence[Tensor], biases: Sequence[Tensor | N
 def _check(x, weights, biases, lora_a, lora_b, scalings, op="lora_qkv") -> None:
     if isinstance(x, Tensor) and x.dim() == 0:
         _checks.refuse(op, "x", _checks.shape_of(x), "at least one dimension")
-    for name, tensors in (("lora_a", lora_a), ("lora_b", lora_b)):
-        for i, t in enumerate(tensors):
-            if t is None:
-                _checks.refuse(op, f"{name}[{i}]", "None", "a tensor", TypeError)
     check_layers(op, x, [x.shape[-1]] * len(weights), weights, biases, lora_a, lora_b, scalings)
 
 
