@@ -71,8 +71,8 @@ void choose_row_kernel(Launch& launch, const std::string& stem, const std::strin
 // What Metal calls the device: "Apple M1 Pro".
 std::string device_name();
 
-// Whether the GPU is one of the large ones, of a Max or Ultra chip, by the device's name.
-bool is_large_chip();
+// Whether the GPU is one of the large ones, of a Max or Ultra chip, by the device's name. Tests change it.
+bool& is_large_chip();
 
 // "float", "half" or "bfloat": how a dtype is called in the names of kernels.
 const char* metal_type(at::ScalarType dtype);

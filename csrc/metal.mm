@@ -199,8 +199,8 @@ void choose_row_kernel(Launch& launch, const std::string& stem, const std::strin
 
 std::string device_name() { return at::mps::MPSDevice::getInstance()->device().name.UTF8String; }
 
-bool is_large_chip() {
-  static const bool large = [] {
+bool& is_large_chip() {
+  static bool large = [] {
     const std::string name = device_name();
     return name.find("Max") != std::string::npos || name.find("Ultra") != std::string::npos;
   }();

@@ -37,6 +37,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       "First threadgroup and number of threadgroups, along columns, rows and matrices, of each dispatch of a product");
   m.def(
+      "set_large_chip", [](bool large) { return std::exchange(torch_metalk::is_large_chip(), large); },
+      "Sets whether the GPU counts as one of a Max or Ultra chip, and returns whether it did");
+  m.def(
       "limit_dispatches", [](double flops) { return std::exchange(torch_metalk::most_flops_of_a_dispatch, flops); },
       "Sets how many FLOPs one dispatch of a product may have, and returns what it was");
   m.def("device_name", &torch_metalk::device_name, "What Metal calls the device");

@@ -69,7 +69,7 @@ template <typename A, typename B, typename D, uint side>
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (uint v = lane; v < 8 * 32 / 4; v += 32) {
       const uint r = row + row_part + 8 * i + v / 8, c = column + column_part + 4 * (v % 8);
-      if (r < p.m && c < p.n) {
+      if (r < p.m) {
         epilogue.store(r, c, *reinterpret_cast<threadgroup float4*>(rows + v / 8 * stride + 4 * (v % 8)));
       }
     }

@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -138,6 +139,42 @@ def test_odd_sizes_have_exact_tails(rank, transposes, device):
         a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
         y = ops.matmul(*(laid_out(t, (transpose, 1, 0, 1)) for t, transpose in zip((a, b), transposes, strict=True)))
         assert within_rounding(y, a, b)
+
+
+@pytest.fixture
+def large_chip() -> Iterator[None]:
+    """The plans of a Max or Ultra chip, which takes the larger tiles for nt as well."""
+    if "mps" not in DEVICES:
+        yield
+        return
+    native = importlib.import_module("torch_metalk._C")
+    before = native.set_large_chip(True)
+    yield
+    native.set_large_chip(before)
+
+
+def check_large_tiles(device, transpose_a, transpose_b, dtype):
+    """128 matrices are 128 of the larger tiles, however small: each of them ragged, with three steps along K."""
+    a, b = torch.randn(128, 50, 43, device=device).to(dtype), torch.randn(128, 43, 36, device=device).to(dtype)
+    # Once with lines that are aligned, and once with those that are not.
+    for left, right in ((a, b), (a[:, :48, :40].contiguous(), b[:, :40].contiguous())):
+        given = (t.mT.contiguous() if transpose else t for t, transpose in ((left, transpose_a), (right, transpose_b)))
+        assert within_rounding(ops.matmul(*given, transpose_a, transpose_b), left, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), list(itertools.product([False, True], repeat=2)))
+def test_large_tiles(transpose_a, transpose_b, dtype, large_chip, device):
+    check_large_tiles(device, transpose_a, transpose_b, dtype)
+
+
+def test_large_tiles_in_checked_mode(large_chip, checked_device):
+    check_large_tiles(checked_device, False, True, torch.float16)
+
+
+@needs_mps
+def test_many_small_matrices_take_large_tiles():
+    assert plan(50, 36, 43, 128, nt=True, large_chip=True)[0] == 64
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
