@@ -44,6 +44,8 @@ struct Launch {
   uint32_t threads;  // threads per threadgroup
   uint32_t threadgroup_bytes = 0;
   bool after_previous = false;  // reads what the previous dispatch of the same operator wrote
+  // What `max_threads` found for this kernel and these constants, so that `dispatch` need not look again.
+  const void* pipeline = nullptr;
 };
 
 // Encodes `launch` with its arguments in slot order, on the current stream's own encoder. Whole threadgroups only.
@@ -61,7 +63,7 @@ void* host_memory(const at::Tensor& tensor);
 extern bool buffers_are_shared;
 
 // The largest threadgroup that the pipeline of this kernel takes on this device.
-uint32_t max_threads(const Launch& launch);
+uint32_t max_threads(Launch& launch);
 
 // Chooses between the kernels that work on one row in a threadgroup, and the threads of a threadgroup:
 // `<stem>_single_row<types>` with one vector of four columns a thread, or with two, by a further function constant at

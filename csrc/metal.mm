@@ -69,6 +69,9 @@ id<MTLLibrary> make_library(const std::string& name) {
 }
 
 id<MTLComputePipelineState> pipeline(const Launch& launch) {
+  if (launch.pipeline) {
+    return (__bridge id<MTLComputePipelineState>)launch.pipeline;
+  }
   std::string key = launch.kernel;
   for (bool constant : launch.constants) {
     key += constant ? '1' : '0';
@@ -174,9 +177,13 @@ void* host_memory(const at::Tensor& tensor) {
   return static_cast<char*>(buffer.contents) + byte_offset(tensor);
 }
 
-uint32_t max_threads(const Launch& launch) {
+uint32_t max_threads(Launch& launch) {
   @autoreleasepool {
-    return static_cast<uint32_t>(pipeline(launch).maxTotalThreadsPerThreadgroup);
+    launch.pipeline = nullptr;
+    id<MTLComputePipelineState> state = pipeline(launch);
+    // The cache of pipelines keeps it.
+    launch.pipeline = (__bridge const void*)state;
+    return static_cast<uint32_t>(state.maxTotalThreadsPerThreadgroup);
   }
 }
 

@@ -86,7 +86,7 @@ def _plain_device(args: tuple[Any, ...] | list[Any], device: str = "") -> str | 
     return device
 
 
-def _nobody_listens(device: str) -> bool:
+def nobody_listens(device: str) -> bool:
     """No dispatch mode, functorch transform, forward-mode derivative or autocast that has to see the operator."""
     return not (
         torch._C._len_torch_dispatch_stack()
@@ -123,7 +123,7 @@ class Operator:
         if torch.compiler.is_compiling():
             return self.op(*args)
         device = _plain_device(args)
-        if device is None or not _nobody_listens(device or "cpu"):
+        if device is None or not nobody_listens(device or "cpu"):
             return self.op(*args)
         if torch.is_grad_enabled() and _requires_grad(args):
             return self._differentiate(*args)
@@ -134,7 +134,7 @@ class Operator:
         """For the forward of an autograd function: the operator's kernel, without recording a gradient again."""
         first = args[0][0] if type(args[0]) is list else args[0]
         with torch._C._AutoDispatchBelowAutograd():
-            if first.is_cpu and _plain_device(args) and _nobody_listens("cpu"):
+            if first.is_cpu and _plain_device(args) and nobody_listens("cpu"):
                 return self._eager(*args)
             return self.op(*args)
 

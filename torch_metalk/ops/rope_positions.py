@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metalk.ops import _checks
-from torch_metalk.ops._operator import compute_dtype, define
+from torch_metalk.ops._operator import compute_dtype, define, nobody_listens
 from torch_metalk.ops.rope import rotate
 
 _MAX_POSITION = 2**31 - 1
@@ -62,7 +63,10 @@ def _positions_tensor(x: Tensor, positions: int | Sequence[int] | Tensor) -> Ten
     if isinstance(positions, int) and not isinstance(positions, bool):
         _check_range(x, positions, positions, offsets=True)
         batch = x.shape[0] if x.dim() > 2 else 1
-        return torch.full((batch,), positions, dtype=torch.int32, device=x.device)  # no copy between devices
+        # A tensor made in inference mode, or by a mode that makes others, is good for nothing else.
+        plain = not torch.compiler.is_compiling() and nobody_listens(x.device.type)
+        made = _repeated if plain and not torch.is_inference_mode_enabled() else _repeated.__wrapped__
+        return made(batch, positions, x.device)
     if isinstance(positions, Sequence) and not isinstance(positions, str):
         if not all(isinstance(p, int) for p in positions):
             _checks.refuse("rope_positions", "positions", repr(positions), "a list of integers", TypeError)
@@ -77,6 +81,12 @@ def _positions_tensor(x: Tensor, positions: int | Sequence[int] | Tensor) -> Ten
         low, high = (int(value) for value in torch.aminmax(positions))
         _check_range(x, low, high, offsets=positions.dim() == 1)
     return positions.to(device=x.device, dtype=torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(batch: int, position: int, device: torch.device) -> Tensor:
+    """Made on the device, without a copy to it. Nobody writes to it, and a loop over positions asks for it often."""
+    return torch.full((batch,), position, dtype=torch.int32, device=device)
 
 
 def _check_range(x: Tensor, low: int, high: int, offsets: bool) -> None:
