@@ -160,7 +160,9 @@ def check(case: Case, stock: PeftModel, ours: PeftModel, exact: Callable[[], Run
     assert ops["lora_mlp"] == (0 if by_layer else recomputed)
     assert ops["lora_qkv"] == (0 if by_layer else 2 * recomputed)
     # The loss is one number, and which of two low precisions has it nearer is chance.
-    assert_as_accurate(actual, expected, exact(), but=("loss",))
+    # 3: among some 100,000 tensors of all cases, the ratio of two errors passes 2 by chance, where a gradient is nearly
+    # zero (that of k's bias, which attention hardly feels) and rounding is all there is of it.
+    assert_as_accurate(actual, expected, exact(), factor=3.0, but=("loss",))
 
 
 def test_equals_stock(cases):
