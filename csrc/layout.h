@@ -44,6 +44,11 @@ inline at::Tensor empty_contiguous(const at::Tensor& like) {
   return at::empty(like.sizes(), like.options().memory_format(at::MemoryFormat::Contiguous));
 }
 
+// Scratch in float32 for as many rows as a matrix has: what adapters make of them.
+inline at::Tensor float_rows(const at::Tensor& rows, int64_t columns) {
+  return at::empty({rows.size(0), columns}, rows.options().dtype(at::kFloat));
+}
+
 // Kernels count elements of a row, and rows, with 32 bits, and add a few before they compare.
 constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1;
 

@@ -73,10 +73,6 @@ struct Stack {
   }
 };
 
-at::Tensor float_rows(const at::Tensor& rows, int64_t columns) {
-  return at::empty({rows.size(0), columns}, rows.options().dtype(at::kFloat));
-}
-
 // What the frozen layers hand back to x, [rows, K], rounded to its dtype after each as autograd does.
 at::Tensor frozen_dx(const std::vector<at::Tensor>& dy_rows, const std::vector<AdaptedLayer>& layers, bool own_matmul) {
   at::Tensor dx;

@@ -37,10 +37,6 @@ void check(const char* op,
               "at most 2^31 - 1 rows and columns");
 }
 
-at::Tensor float_rows(const at::Tensor& rows, const at::Tensor& rank_of) {
-  return at::empty({rows.size(0), rank_of.size(0)}, rows.options().dtype(at::kFloat));
-}
-
 at::Tensor lora_linear(const at::Tensor& x,
                        const at::Tensor& base_out,
                        const at::Tensor& lora_a,
@@ -49,7 +45,7 @@ at::Tensor lora_linear(const at::Tensor& x,
   check("lora_linear", x, "base_out", base_out, lora_a, lora_b, scaling);
   at::Tensor y = empty_contiguous(base_out);
   const at::Tensor rows = as_matrix(x), base_rows = as_matrix(base_out);
-  const at::Tensor h = float_rows(rows, lora_a);
+  const at::Tensor h = float_rows(rows, lora_a.size(0));
   gemm(rows, lora_a.mT(), h);
   gemm(h, lora_b.mT(), y.view(base_rows.sizes()), {scaling, base_rows}, true);
   return y;
@@ -66,7 +62,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_linear_backward(const at::Te
   const at::Tensor rows = as_matrix(x), dy_rows = as_matrix(dy);
   at::Tensor dx, da, db;
   if (wants_dx || wants_da) {
-    const at::Tensor dh = float_rows(rows, lora_a);
+    const at::Tensor dh = float_rows(rows, lora_a.size(0));
     gemm(dy_rows, lora_b, dh, {scaling});
     if (wants_dx) {
       dx = empty_contiguous(x);
@@ -78,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lora_linear_backward(const at::Te
     }
   }
   if (wants_db) {
-    const at::Tensor h = float_rows(rows, lora_a);
+    const at::Tensor h = float_rows(rows, lora_a.size(0));
     gemm(rows, lora_a.mT(), h, {scaling});
     db = empty_contiguous(lora_b);
     gemm(dy_rows.mT(), h, db, {}, true);
