@@ -72,3 +72,19 @@ struct SoftmaxParams {
   float scale;
   uint32_t unused;  // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
 };
+
+// How attention makes a score of the product of a query and a key, and which keys a query sees. Scores are in units of
+// which `natural` make one of the natural logarithm, and a weight is exp2(exponent * (score - shift)).
+struct AttentionScoring {
+  uint64_t mask_batch, mask_head, mask_query, mask_key;  // strides of the mask, 0 where it broadcasts
+  // A query at position i sees the keys from i - before to i + after.
+  int64_t before, after;
+  uint32_t mask;  // one of the constants below
+  float scale;    // of a product; with a softcap the argument of tanh
+  float softcap;  // in units of scores; 0 where there is none
+  float natural, exponent;
+  float slope;  // of the score in natural units by the product, where the softcap leaves it alone
+};
+#define ATTENTION_MASK_NONE 0
+#define ATTENTION_MASK_BOOL 1   // true: sees
+#define ATTENTION_MASK_FLOAT 2  // added to the score, in natural units; -inf hides
