@@ -149,7 +149,7 @@ void encode(const Operand& a,
   launch.kernel = std::string("gemm_") + metal_type(a.tensor.scalar_type()) + "_" + metal_type(b.tensor.scalar_type()) +
                   "_" + (split ? "float" : d_type) + "_" + std::to_string(plan.side);
   launch.after_previous = after_previous;
-  for (const GemmDispatch& part : gemm_dispatches(plan, m, n, matrices)) {
+  for (const GridPart& part : gemm_dispatches(plan, m, n, matrices)) {
     first.first_column_tile = static_cast<uint32_t>(part.first[0]);
     first.first_row_tile = static_cast<uint32_t>(part.first[1]);
     first.first_matrix = static_cast<uint32_t>(part.first[2]);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -70,8 +71,8 @@ inline GemmPlan plan_gemm(int64_t m, int64_t n, int64_t k, int64_t matrices, boo
           static_cast<uint32_t>(span)};
 }
 
-// Threadgroups of one dispatch, from the first one on, along tiles of a row, rows of tiles, and matrices and chunks.
-struct GemmDispatch {
+// Threadgroups of one dispatch, from the first one on.
+struct GridPart {
   uint64_t first[3], count[3];
 };
 
@@ -79,33 +80,70 @@ struct GemmDispatch {
 // it.
 inline double most_flops_of_a_dispatch = 100e9;
 
-// One product in as few dispatches as there can be. A dispatch is a range of columns, of rows or of matrices.
-inline std::vector<GemmDispatch> gemm_dispatches(const GemmPlan& plan, int64_t m, int64_t n, int64_t matrices) {
-  const uint64_t side = plan.side;
-  const uint64_t grid[3] = {(n + side - 1) / side, (m + side - 1) / side,
-                            static_cast<uint64_t>(matrices) * plan.chunks};
-  const double tile_flops = 2.0 * plan.side * plan.side * plan.span;
-  const uint64_t most_tiles = std::max<uint64_t>(1, static_cast<uint64_t>(most_flops_of_a_dispatch / tile_flops));
-  // The first dimensions fit as a whole; the one after them is cut; of the others one at a time.
-  uint64_t step[3] = {1, 1, 1}, tiles = 1;
-  for (int i = 0; i < 3 && tiles <= most_tiles; ++i) {
-    step[i] = std::max<uint64_t>(1, std::min(grid[i], most_tiles / tiles));
+// A grid of threadgroups, each of so many FLOPs, in as few dispatches as there can be. A dispatch is a range along one
+// dimension: those before it fit as a whole, those behind it go one at a time.
+inline std::vector<GridPart> cut_grid(const std::array<uint64_t, 3>& grid, double flops_of_a_group) {
+  const uint64_t most = std::max<uint64_t>(1, static_cast<uint64_t>(most_flops_of_a_dispatch / flops_of_a_group));
+  uint64_t step[3] = {1, 1, 1}, groups = 1;
+  for (int i = 0; i < 3 && groups <= most; ++i) {
+    step[i] = std::max<uint64_t>(1, std::min(grid[i], most / groups));
     if (step[i] < grid[i]) {
       break;
     }
-    tiles *= std::max<uint64_t>(1, grid[i]);
+    groups *= std::max<uint64_t>(1, grid[i]);
   }
-  std::vector<GemmDispatch> dispatches;
+  std::vector<GridPart> parts;
   for (uint64_t z = 0; z < grid[2]; z += step[2]) {
     for (uint64_t y = 0; y < grid[1]; y += step[1]) {
       for (uint64_t x = 0; x < grid[0]; x += step[0]) {
-        dispatches.push_back(
+        parts.push_back(
             {{x, y, z},
              {std::min(step[0], grid[0] - x), std::min(step[1], grid[1] - y), std::min(step[2], grid[2] - z)}});
       }
     }
   }
-  return dispatches;
+  return parts;
+}
+
+// One product: along tiles of a row, rows of tiles, and matrices and chunks.
+inline std::vector<GridPart> gemm_dispatches(const GemmPlan& plan, int64_t m, int64_t n, int64_t matrices) {
+  const uint64_t side = plan.side;
+  return cut_grid({(n + side - 1) / side, (m + side - 1) / side, static_cast<uint64_t>(matrices) * plan.chunks},
+                  2.0 * plan.side * plan.side * plan.span);
+}
+
+// How attention is calculated.
+enum class AttentionWay { kDecode, kTiled, kMaterialised };
+
+// The widest heads that the tiled kernels exist for, and of them the narrowest that takes this one; 0: none.
+inline int64_t tiled_head_dim(int64_t head_dim, int64_t value_dim) {
+  for (int64_t widest : {64, 128, 256}) {
+    if (std::max(head_dim, value_dim) <= widest) {
+      return widest;
+    }
+  }
+  return 0;
+}
+
+// Which way is taken where the caller leaves it open, by the numbers of queries and keys, the bytes of a staged row of
+// the kernel that the tiled way would take (0: there is none), and whether decode's kernel serves such heads.
+//
+// Tiled is the rule: it stores no scores, and skips what is hidden. Its kernels hold fewer rows the longer a row is,
+// and read all others once for each 32, 16 or 8 of them. At 1,024 bytes (float32, or bfloat16 staged as that, beyond
+// 128 numbers a head) backward holds 8 rows and reads 2 * 1,024 / 8 = 256 bytes for each score, where products of whole
+// matrices read and write about 60 in all. So there the scores are materialised as long as those of one head, and their
+// gradients, take no more than a few heads of q and k: memory decides. These are counts of bytes; no Mac has timed
+// them.
+inline AttentionWay choose_attention(int64_t queries, int64_t keys, int64_t row_bytes, bool decode_serves) {
+  constexpr int64_t most_decode_queries = 8;
+  constexpr int64_t wide_row = 1024, most_scores = int64_t{1} << 23;  // 64 MiB with their gradients
+  if (decode_serves && queries <= most_decode_queries) {
+    return AttentionWay::kDecode;
+  }
+  if (row_bytes == 0 || (row_bytes >= wide_row && queries * keys <= most_scores)) {
+    return AttentionWay::kMaterialised;
+  }
+  return AttentionWay::kTiled;
 }
 
 }  // namespace torch_metalk

@@ -4,6 +4,7 @@
 #include <metal_stdlib>
 
 #include "params.h"
+#include "softmax.h"
 
 // A range of keys, or of queries.
 struct Span {
@@ -61,6 +62,3 @@ struct Score {
 inline float weight(float score, float shift, constant AttentionScoring& s) {
   return metal::exp2((score - shift) * s.exponent);
 }
-
-// What to subtract from scores of this maximum: of a row that sees nothing it is -inf, and its weights are 0.
-inline float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }

@@ -88,3 +88,29 @@ struct AttentionScoring {
 #define ATTENTION_MASK_NONE 0
 #define ATTENTION_MASK_BOOL 1   // true: sees
 #define ATTENTION_MASK_FLOAT 2  // added to the score, in natural units; -inf hides
+
+// Where the rows of one tensor of attention lie: elements from one batch element, head and position to the next.
+struct AttentionTensor {
+  uint64_t batch, head, row;
+};
+
+struct AttentionParams {
+  AttentionTensor q, k, v, o, d_o, dq, dk, dv;
+  AttentionScoring scoring;
+  int64_t shift;   // query i is at position i + shift
+  uint32_t heads;  // of q
+  uint32_t group;  // heads of q to one of k and v
+  uint32_t queries, keys;
+  uint32_t head_dim, value_dim;
+  uint32_t blocks;    // of rows, in all dispatches
+  uint32_t first[3];  // where this dispatch begins, of one call that takes several: block, head and batch element
+};
+
+// The tiled kernels hold some rows in threadgroup memory, 8 a simdgroup, and pass blocks of others by them. Their
+// numbers, by the bytes of a staged row of the widest head that the kernel takes, so that 32 KB are enough.
+constexpr uint32_t attention_rows(uint32_t row_bytes) { return row_bytes <= 512 ? 32 : 16; }
+constexpr uint32_t attention_keys(uint32_t row_bytes) { return row_bytes <= 256 ? 32 : row_bytes <= 512 ? 16 : 8; }
+constexpr uint32_t attention_dq_rows(uint32_t row_bytes) { return row_bytes <= 256 ? 32 : row_bytes <= 512 ? 16 : 8; }
+constexpr uint32_t attention_dq_keys(uint32_t row_bytes) { return row_bytes <= 128 ? 32 : row_bytes <= 512 ? 16 : 8; }
+constexpr uint32_t attention_dkv_rows(uint32_t row_bytes) { return attention_dq_rows(row_bytes); }
+constexpr uint32_t attention_dkv_queries(uint32_t row_bytes) { return row_bytes <= 128 ? 32 : row_bytes <= 256 ? 16 : 8; }

@@ -7,6 +7,7 @@
 #include "load_store.h"
 #include "params.h"
 #include "reduce.h"
+#include "softmax.h"
 
 using namespace metal;
 
@@ -16,9 +17,6 @@ constant bool causal [[function_constant(2)]];
 constant bool two_vectors [[function_constant(3)]];  // of a row in one pass: 8 columns a thread instead of 4
 
 constant uint vectors = two_vectors ? 2 : 1;
-constant constexpr uint max_vectors = 2;
-
-constant constexpr uint max_simdgroups = 32;
 
 inline float masked(float score, bool visible) { return visible ? score : -INFINITY; }
 
@@ -39,26 +37,34 @@ inline device const M* mask_row(device const M* mask, uint row, constant Softmax
   return mask + batch * p.mask_batch + head * p.mask_head + query * p.mask_query;
 }
 
-// Scores i to i + 3 of a row with scale and mask, -inf where hidden or behind the end.
+// The scores of a row, with scale and mask.
 template <typename T, typename M>
-inline float4 scores4(device const T* x, device const M* mask, uint i, uint visible, constant SoftmaxParams& p) {
-  float4 scores = load4(x, i, visible, vectorized) * p.scale;
-  for (uint k = 0; k < 4; ++k) {
-    if (i + k >= visible) {
-      scores[k] = -INFINITY;
-    } else if (has_mask) {
-      scores[k] = masked(scores[k], mask[(i + k) * p.mask_key]);
+struct MaskedScores {
+  device const T* x;
+  device const M* mask;
+  uint end;
+  constant SoftmaxParams& p;
+
+  float4 at(uint i) const {
+    float4 scores = load4(x, i, end, vectorized) * p.scale;
+    for (uint k = 0; k < 4; ++k) {
+      if (i + k >= end) {
+        scores[k] = -INFINITY;
+      } else if (has_mask) {
+        scores[k] = masked(scores[k], mask[(i + k) * p.mask_key]);
+      }
     }
+    return scores;
   }
+  float4 weights(float4 scores, float shift) const { return exp(scores - shift); }
+};
+
+template <typename T, typename M>
+inline MaskedScores<T, M> scores_of(device const T* x, device const M* mask, uint row, constant SoftmaxParams& p) {
+  const MaskedScores<T, M> scores = {x + row * p.x_stride, has_mask ? mask_row(mask, row, p) : mask,
+                                     visible_keys(row % p.queries, p), p};
   return scores;
 }
-
-inline float max4(float4 v) { return max(max(v.x, v.y), max(v.z, v.w)); }
-inline float sum4(float4 v) { return dot(v, float4(1.0f)); }
-
-// What to subtract from scores of this maximum: of a row without anything to attend to it is -inf, and its terms 0.
-inline float shift_of(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
-inline float4 quotient(float4 terms, float sum) { return sum == 0.0f ? float4(0.0f) : terms / sum; }
 
 // Rows of at most 8 columns a thread: scores stay in registers.
 template <typename T, typename M>
@@ -74,29 +80,12 @@ template <typename T, typename M>
                                    uint simdgroup [[simdgroup_index_in_threadgroup]],
                                    uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
-  device const M* mask_values = has_mask ? mask_row(mask, row, p) : mask;
-  const uint visible = visible_keys(row % p.queries, p);
-  float4 scores[max_vectors];
-  float maximum = -INFINITY;
-  for (uint k = 0; k < vectors; ++k) {
-    scores[k] = scores4(x + row * p.x_stride, mask_values, 4 * (k * threads + thread_index), visible, p);
-    maximum = max(maximum, max4(scores[k]));
-  }
-  const float shift = shift_of(threadgroup_max(maximum, partial_max, lane, simdgroup, simdgroups));
-  float sum = 0.0f;
-  for (uint k = 0; k < vectors; ++k) {
-    scores[k] = exp(scores[k] - shift);
-    sum += sum4(scores[k]);
-  }
-  sum = threadgroup_sum(sum, partial_sum, lane, simdgroup, simdgroups);
-  for (uint k = 0; k < vectors; ++k) {
-    const uint i = 4 * (k * threads + thread_index);
-    store4(y + ulong(row) * p.keys, i, p.keys, vectorized, quotient(scores[k], sum));
-  }
+  const RowThread row_thread = {thread_index, threads, lane, simdgroup, simdgroups};
+  softmax_of_row(scores_of(x, mask, row, p), y + ulong(row) * p.keys, p.keys, vectorized, vectors, row_thread,
+                 partial_max, partial_sum);
 }
 
-// Rows of any length: x and mask are read twice. Each thread keeps the sum for the maximum it has seen so far (Milakov
-// and Gimelshein, arXiv:1805.02867).
+// Rows of any length: x and mask are read twice.
 template <typename T, typename M>
 [[kernel]] void softmax_looped(device const T* x [[buffer(0)]],  // [rows, keys], rows x_stride apart
                                device const M* mask
@@ -110,22 +99,9 @@ template <typename T, typename M>
                                uint simdgroup [[simdgroup_index_in_threadgroup]],
                                uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
-  device const M* mask_values = has_mask ? mask_row(mask, row, p) : mask;
-  device const T* x_row = x + row * p.x_stride;
-  const uint visible = visible_keys(row % p.queries, p);
-  float maximum = -INFINITY, sum = 0.0f;
-  for (uint i = 4 * thread_index; i < visible; i += 4 * threads) {
-    const float4 scores = scores4(x_row, mask_values, i, visible, p);
-    const float larger = max(maximum, max4(scores));
-    sum = sum * exp(maximum - shift_of(larger)) + sum4(exp(scores - shift_of(larger)));
-    maximum = larger;
-  }
-  const float shift = shift_of(threadgroup_max(maximum, partial_max, lane, simdgroup, simdgroups));
-  sum = threadgroup_sum(sum * exp(maximum - shift), partial_sum, lane, simdgroup, simdgroups);
-  for (uint i = 4 * thread_index; i < p.keys; i += 4 * threads) {
-    const float4 terms = exp(scores4(x_row, mask_values, i, visible, p) - shift);
-    store4(y + ulong(row) * p.keys, i, p.keys, vectorized, quotient(terms, sum));
-  }
+  const RowThread row_thread = {thread_index, threads, lane, simdgroup, simdgroups};
+  softmax_of_long_row(scores_of(x, mask, row, p), y + ulong(row) * p.keys, p.keys, vectorized, row_thread, partial_max,
+                      partial_sum);
 }
 
 // Terms of sum(dy * y). Where y is 0 nothing counts, not even a dy that is not finite.

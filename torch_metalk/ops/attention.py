@@ -12,6 +12,7 @@ from torch_metalk.ops import _checks
 from torch_metalk.ops._operator import cast, compute_dtype, define
 
 _ALIGNMENT = ("upper_left", "lower_right")
+_ALGORITHMS = ("auto", "tiled", "materialised")
 # Scores of one block of query rows that the twin holds at a time: 64 MiB in float32.
 _BLOCK_SCORES = 2**24
 
@@ -27,6 +28,7 @@ def attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    algorithm: str = "auto",
 ) -> Tensor:
     r"""``softmax(softcap(scale * q @ k.T) + mask) @ v``, with statistics in float32.
 
@@ -47,6 +49,10 @@ def attention(
         sliding_window: query i attends to keys j with ``i - j < sliding_window`` only, and where not causal also with
             ``j - i < sliding_window``; at least 1.
         softcap: scores become ``softcap * tanh(scores / softcap)`` before the mask (Gemma 2); positive.
+        algorithm: of the Metal kernels; the eager twin has one of its own. ``"tiled"`` passes blocks of keys by blocks
+            of queries, never holds all scores, and skips what is hidden; heads of up to 256 numbers. ``"materialised"``
+            holds the scores of one head at a time, for products of whole matrices. ``"auto"`` chooses, by the table in
+            csrc/geometry.h.
 
     Returns:
         ``[B, H, Q, Dv]`` in q's dtype, laid out in memory as ``[B, Q, H, Dv]``, so that heads join without a copy.
@@ -54,10 +60,12 @@ def attention(
 
     Raises:
         ValueError: ranks or sizes that do not fit, head counts that do not divide, a mask that requires a gradient or
-            has a wrong shape, a window below 1, a softcap that is not positive, scale not finite.
+            has a wrong shape, a window below 1, a softcap that is not positive, scale not finite, an unknown alignment
+            or algorithm, tiled on mps with heads of more than 256 numbers.
         TypeError: dtypes differ, an integer tensor; scale or softcap no number, sliding_window no int.
     """
     _checks.one_of("attention", "causal_alignment", causal_alignment, _ALIGNMENT)
+    _checks.one_of("attention", "algorithm", algorithm, _ALGORITHMS)
     for name, value, kinds in (
         ("scale", scale, (int, float)),
         ("softcap", softcap, (int, float)),
@@ -71,7 +79,7 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     lower_right = causal_alignment == "lower_right"
-    return _attention(q, k, v, mask, is_causal, lower_right, scale, sliding_window, softcap)[0]
+    return _attention(q, k, v, mask, is_causal, lower_right, scale, sliding_window, softcap, algorithm)[0]
 
 
 class _Options(NamedTuple):
@@ -83,6 +91,7 @@ class _Options(NamedTuple):
     scale: float
     sliding_window: int | None
     softcap: float | None
+    algorithm: str
 
     @property
     def restricts(self) -> bool:
@@ -410,8 +419,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, _):
         if do is None:
-            return (None,) * 9
-        return (*_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 6)
+            return (None,) * 10
+        return (*_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 7)
 
 
 def _autocast(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, *options):
@@ -419,7 +428,9 @@ def _autocast(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, *options):
     return *(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (q, k, v)), *options
 
 
-_OPTIONS = "Tensor? mask, bool is_causal, bool lower_right, float scale, int? sliding_window, float? softcap"
+_OPTIONS = (
+    "Tensor? mask, bool is_causal, bool lower_right, float scale, int? sliding_window, float? softcap, str algorithm"
+)
 _attention = define(
     f"attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor o, Tensor lse)",
     eager=_eager,
