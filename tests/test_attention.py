@@ -201,6 +201,31 @@ def test_hidden_nan_does_not_leak(bad, dtype, softcap, device):
         assert_rounding_only(grad, expected)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_spoilt_query_reaches_only_keys_that_it_sees(bad, dtype, softcap, device):
+    """A row of NaN in q, or in the incoming gradient, as padding may hold: query 4 sees keys 2 to 4."""
+    tensors = {n: t.to(device, dtype) for n, t in qkv(1, 4, 2, 9, 9, 8).items()}
+    function = functools.partial(ops.attention, is_causal=True, sliding_window=3, softcap=softcap)
+    incoming = torch.randn(1, 4, 9, 8)
+    (_, clean) = run(function, tensors, list(tensors), [incoming])
+    for spoilt_do in (False, True):
+        spoilt, grads_in = dict(tensors), incoming.clone()
+        if spoilt_do:
+            grads_in[:, :, 4] = bad
+        else:
+            spoilt["q"] = tensors["q"].clone()
+            spoilt["q"][:, :, 4] = bad
+        _, (dq, dk, dv) = run(function, spoilt, list(spoilt), [grads_in])
+        others = [0, 1, 2, 3, 5, 6, 7, 8]
+        assert_rounding_only(dq[:, :, others], clean[0][:, :, others])
+        for grad, expected in ((dk, clean[1]), (dv, clean[2])):
+            keys = [0, 1, 5, 6, 7, 8]
+            assert_rounding_only(grad[:, :, keys], expected[:, :, keys])
+        assert not dv[:, :, 2:5].isfinite().all(-1).any()
+
+
 def test_nan_reaches_exactly_the_rows_that_attend_to_it(device):
     tensors = {n: t.to(device) for n, t in qkv(1, 2, 2, 6, 6, 8).items()}
     clean = ops.attention(**tensors, is_causal=True)

@@ -232,7 +232,14 @@ class _Blocks:
         empty = total == 0
         lse = total.log().add_(top).masked_fill_(empty, 0)
         p /= total.masked_fill_(empty, 1)
+        if hidden is not None and not total.sum().isfinite():
+            p.view_as(grid).masked_fill_(hidden, 0)  # of a row that is NaN, what it does not see would be so too
         return _Block(rows, q, p, slope, hidden, self.unfold(lse).squeeze(-1))
+
+    def spoil(self, p: Tensor, bad: Tensor, hidden: Tensor) -> Tensor:
+        """p with NaN where a bad row ``[B, Hkv, group * rows]`` attends."""
+        seen = (~hidden).expand(self.batch, self.kv_heads, self.group, -1, self.k_len)
+        return p.masked_fill(bad[..., None] & seen.reshape(p.shape), math.nan)
 
     def spread_bad_values(self, o: Tensor, hidden: Tensor | None) -> None:
         """Give NaN to the rows of o ``[B, Hkv, group, rows, Dv]`` that attend to a value that is not finite."""
@@ -275,8 +282,17 @@ def _blockwise_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
     dk, dv = torch.zeros_like(blocks.k), torch.zeros_like(blocks.v)
     for block in blocks:
         do_, o_ = blocks.fold(do, block.rows), blocks.fold(o, block.rows)
-        dv += block.p.mT @ do_
         ds = do_ @ blocks.v.mT
+        q_, p = block.q, block.p
+        if block.hidden is not None:
+            # What a query does not see, it must not spoil either: 0 * NaN in the products behind.
+            q_ = _finite(q_)[0]
+            finite_do, bad_do = _finite(do_)
+            if bad_do is not None:
+                p = blocks.spoil(p, bad_do.any(-1), block.hidden)
+        else:
+            finite_do = do_
+        dv += p.mT @ finite_do
         if blocks.bad_v is not None:
             bad_rows = blocks.bad_v.any(-1)[:, :, None]
             ds = ds.masked_fill(bad_rows, math.nan)
@@ -286,7 +302,7 @@ def _blockwise_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
             ds.view(blocks.batch, blocks.kv_heads, blocks.group, rows, blocks.k_len).masked_fill_(block.hidden, 0)
         ds = ds.mul_(options.scale)
         dq[:, :, block.rows] = blocks.unfold(ds @ blocks.k)
-        dk += ds.mT @ block.q
+        dk += ds.mT @ q_
     return dq, dk, dv
 
 
@@ -342,8 +358,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, 
 
 def _fused_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: _Options):
     """Gradients by torch's kernel; None where hidden keys or values that are not finite may have got into them."""
-    # A value that is not finite was noticed in forward, a key may show in q's gradient only.
-    if options.restricts and not (_finite_sum(k) and _finite_sum(v)):
+    # A value that is not finite was noticed in forward, a key may show in q's gradient only, and a query or an incoming
+    # gradient in those of keys that the query does not see.
+    if options.restricts and not all(map(_finite_sum, (q, k, v, do))):
         return None
     bias = _fused_bias(q, k, options)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
