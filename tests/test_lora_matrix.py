@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from peft import PeftModel
 from peft.tuners import lora
 
+from tests import matrices
+from tests.matrices import Case
 from tests.models import (
     Run,
     add_noise,
@@ -30,8 +32,6 @@ from tests.models import (
 
 # PEFT and transformers rename things, ask for the old names themselves, and warn of what merged biases mean.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-Case = Mapping[str, object]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FACTORS: dict[str, Sequence] = {
@@ -52,55 +52,14 @@ def possible(case: Case) -> bool:
     return case.get("state") not in ("two active", "mixed batch") or case.get("bias") not in ("lora_only", "all")
 
 
-def pairwise(factors: Mapping[str, Sequence], possible: Callable[[Case], bool]) -> Iterator[Case]:
-    """Cases in which every possible pair of settings occurs: each starts from a pair that is missing, and each further
-    setting is the one that adds most of the missing pairs."""
-
-    def pairs(case: Case) -> set:
-        return set(itertools.combinations(((name, case[name]) for name in factors if name in case), 2))
-
-    settings = [[(name, value) for value in values] for name, values in factors.items()]
-    missing = {
-        pair for a, b in itertools.combinations(settings, 2) for pair in itertools.product(a, b) if possible(dict(pair))
-    }
-    while missing:
-        case = dict(min(missing, key=repr))
-        for name, values in factors.items():
-            if name not in case:
-                choices = [case | {name: value} for value in values if possible(case | {name: value})]
-                case = max(choices, key=lambda choice: len(pairs(choice) & missing))
-        missing -= pairs(case)
-        yield case
-
-
-def every(factors: Mapping[str, Sequence], possible: Callable[[Case], bool]) -> Iterator[Case]:
-    cases = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
-    return (case for case in cases if possible(case))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each case of the selection; for all cases, one for each of a state, a bias and a scale."""
-    if "cases" not in metafunc.fixturenames:
-        return
-    # The option belongs to the conformance suite, and is not known where that is not named on the command line.
-    if metafunc.config.getoption("--conformance", "sample") == "all":
-        key = ("state", "bias", "scale")
-        cases = every(FACTORS, possible)
-    else:
-        key = tuple(FACTORS)
-        cases = pairwise(FACTORS, possible)
-    groups = itertools.groupby(cases, key=lambda case: ", ".join(f"{name} {case[name]}" for name in key))
-    metafunc.parametrize("cases", [pytest.param(list(group), id=name) for name, group in groups])
+    matrices.parametrize(metafunc, FACTORS, possible, ("state", "bias", "scale"))
 
 
 def test_the_selection_has_every_pair():
-    selected = list(pairwise(FACTORS, possible))
+    selected = matrices.check_selection(FACTORS, possible)
     assert len(selected) < 60
-    for (a, values), (b, others) in itertools.combinations(FACTORS.items(), 2):
-        for value, other in itertools.product(values, others):
-            found = any(case[a] == value and case[b] == other for case in selected)
-            assert found == possible({a: value, b: other}), (a, value, b, other)
-    assert all(possible(case) for case in selected)
 
 
 def stock_model(case: Case) -> PeftModel:
