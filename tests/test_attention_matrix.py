@@ -98,12 +98,13 @@ def check(case: Case, device: torch.device | str) -> None:
     exact, exact_grads = run(
         functools.partial(stock, mask=mask, **options), {n: t.double() for n, t in tensors.items()}, names, incoming
     )
-    for name, *triple in zip(
-        ("o", *names), found + found_grads, measure + measure_grads, exact + exact_grads, strict=True
-    ):
-        # The definition adds in float32 what the CPU's matrix products add in blocks, and has one rounding of its own
-        # where a mask leaves a row a single key: 3 instead of 2 times its error.
-        assert_accurate(*triple, f"{name} of {dict(case)}", 3.0)
+    # Half precision rounds once, the definition after every step. In float32, backward subtracts sum(do * o) where the
+    # definition has sum(dp * p): of a row that sees few keys the difference is nearly nothing, and what is left of it is
+    # rounding. PyTorch's own kernel for the CPU, which the twin uses, has up to 6 times the definition's error there.
+    factor = 8.0 if dtype == torch.float32 else 2.0
+    results = zip(("o", *names), found + found_grads, measure + measure_grads, exact + exact_grads, strict=True)
+    for name, *triple in results:
+        assert_accurate(*triple, f"{name} of {dict(case)}", factor)
 
 
 def test_values_and_gradients(cases: list[Case], device: torch.device) -> None:
