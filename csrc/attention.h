@@ -17,6 +17,8 @@ struct AttentionOptions {
   double scale = 1;
   std::optional<int64_t> sliding_window;
   std::optional<double> softcap;
+
+  bool restricts() const { return mask || is_causal || sliding_window; }
 };
 
 // A mask as kernels take it, [B, H, Q, K] by strides: at most one of both is there.

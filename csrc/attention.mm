@@ -2,11 +2,16 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/nan_to_num.h>
+#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <string>
+#include <tuple>
 
 #include "checks.h"
 #include "gemm.h"
@@ -205,7 +210,17 @@ void encode_tiled_forward(Call& call, const at::Tensor& o, const at::Tensor& lse
 // Whether [Q, K] products of one head start their rows at multiples of four elements.
 bool aligned_products(const Call& call) { return call.keys() % 4 == 0; }
 
-void encode_materialised_forward(Call& call, const at::Tensor& o, const at::Tensor& lse) {
+// A tensor with 0 for what is not finite where queries may not see everything: in products, a weight of 0 stands for
+// what is hidden.
+at::Tensor finite(const at::Tensor& t, bool restricts) { return restricts ? at::nan_to_num(t, 0.0, 0.0, 0.0) : t; }
+
+void encode_materialised_forward(Call& call, const at::Tensor& o, const at::Tensor& lse, bool restricts) {
+  const at::Tensor values = finite(call.v, restricts);
+  std::optional<at::Tensor> spoilt;
+  if (restricts) {
+    spoilt = at::sum(at::mul(call.v, 0.0), {-1}, /*keepdim=*/false, at::kFloat);
+    call.params.spoils = 1;
+  }
   const at::Tensor products = at::empty({call.queries(), call.keys()}, lse.options());
   Launch launch{"attention", "", {aligned_products(call)}, {static_cast<uint64_t>(call.queries()), 1, 1}, 0};
   choose_row_kernel(launch, "attention_weights", "", call.keys());
@@ -215,9 +230,13 @@ void encode_materialised_forward(Call& call, const at::Tensor& o, const at::Tens
       const int64_t kv_head = h / call.params.group;
       call.params.first[1] = static_cast<uint32_t>(h);
       call.params.first[2] = static_cast<uint32_t>(b);
+      std::optional<at::Tensor> spoilt_keys;
+      if (spoilt) {
+        spoilt_keys = (*spoilt)[b][kv_head];
+      }
       gemm(call.q[b][h], call.k[b][kv_head].mT(), products, {}, b + h > 0);
-      dispatch(launch, {products, call.mask.seen, call.mask.bias, lse[b][h], call.params});
-      gemm(products, call.v[b][kv_head], o[b][h], {}, true);
+      dispatch(launch, {products, call.mask.seen, call.mask.bias, spoilt_keys, lse[b][h], call.params});
+      gemm(products, values[b][kv_head], o[b][h], {}, true);
     }
   }
 }
@@ -250,7 +269,7 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q,
   if (choose(op, call, algorithm) == AttentionWay::kTiled) {
     encode_tiled_forward(call, o, lse);
   } else {
-    encode_materialised_forward(call, o, lse);
+    encode_materialised_forward(call, o, lse, options.restricts());
   }
   return {o, lse};
 }
@@ -282,7 +301,10 @@ void encode_materialised_backward(Call& call,
                                   const at::Tensor& statistics,
                                   const at::Tensor& dq,
                                   const at::Tensor& dk,
-                                  const at::Tensor& dv) {
+                                  const at::Tensor& dv,
+                                  bool restricts) {
+  const at::Tensor queries = finite(call.q, restricts), keys = finite(call.k, restricts),
+                   incoming = finite(d_o, restricts);
   const at::Tensor products = at::empty({call.queries(), call.keys()}, statistics.options());
   const at::Tensor d_weights = at::empty_like(products);
   // The heads of a group add up in float32.
@@ -304,14 +326,13 @@ void encode_materialised_backward(Call& call,
       };
       call.params.first[1] = static_cast<uint32_t>(h);
       call.params.first[2] = static_cast<uint32_t>(b);
-      const at::Tensor q = call.q[b][h], k = call.k[b][kv_head], v = call.v[b][kv_head], incoming = d_o[b][h];
-      gemm(q, k.mT(), products, {}, true);
-      gemm(incoming, v.mT(), d_weights, {}, true);
+      gemm(call.q[b][h], call.k[b][kv_head].mT(), products, {}, true);
+      gemm(d_o[b][h], call.v[b][kv_head].mT(), d_weights, {}, true);
       dispatch(launch, {products, d_weights, call.mask.seen, call.mask.bias, statistics[b][h], call.params});
       const at::Tensor dk_head = dk_sums[b][kv_head], dv_head = dv_sums[b][kv_head];
-      gemm(products.mT(), incoming, dv_head, added(dv_head), true);
-      gemm(d_weights, k, dq[b][h], {}, true);
-      gemm(d_weights.mT(), q, dk_head, added(dk_head), true);
+      gemm(products.mT(), incoming[b][h], dv_head, added(dv_head), true);
+      gemm(d_weights, keys[b][kv_head], dq[b][h], {}, true);
+      gemm(d_weights.mT(), queries[b][h], dk_head, added(dk_head), true);
     }
   }
   if (shared) {
@@ -376,7 +397,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
   if (tiled) {
     encode_tiled_backward(call, incoming, statistics, dq, dk, dv);
   } else {
-    encode_materialised_backward(call, incoming, statistics, dq, dk, dv);
+    encode_materialised_backward(call, incoming, statistics, dq, dk, dv, options.restricts());
   }
   return {dq, dk, dv};
 }

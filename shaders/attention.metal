@@ -425,8 +425,11 @@ struct Gradient {
   Gradient(float product_, float d_weight, float bias, float4 row, constant AttentionScoring& s) {
     const Score score(product_, s);
     const bool hidden = bias == -INFINITY;
-    weight = hidden ? 0.0f : row.y * ::weight(score.value + bias, row.x, s);
-    product = hidden ? 0.0f : weight * (d_weight - row.z) * score.slope;
+    const float own = hidden ? 0.0f : row.y * ::weight(score.value + bias, row.x, s);
+    product = hidden ? 0.0f : own * (d_weight - row.z) * score.slope;
+    // Where an incoming gradient is not finite, products take 0 for it, for the sake of the keys that its query does
+    // not see. It still spoils the others.
+    weight = hidden || isfinite(row.z) ? own : NAN;
   }
 };
 
@@ -636,9 +639,7 @@ template <typename T, uint D, uint R, uint C, bool apart>
           const float4 row = query < p.queries ? rows[query] : float4(0.0f);
           const Gradient gradient(products[i], gradients[i], biases[i], row, p.scoring);
           gradients[i] = gradient.product;
-          // An incoming gradient that is not finite, and 0 in the tile, still spoils what its query sees.
-          const bool spoilt = biases[i] != -INFINITY && !isfinite(row.z);
-          weights[role.row * M::weight_stride + role.column + 4 * i] = Stage(spoilt ? NAN : gradient.weight);
+          weights[role.row * M::weight_stride + role.column + 4 * i] = Stage(gradient.weight);
         }
         simdgroup_barrier(mem_flags::mem_threadgroup);
       }
@@ -674,19 +675,27 @@ template <typename T, uint D, uint R, uint C, bool apart>
   v_output.template write<C>(sums, dv + offset_of(batch, kv_head, own, p.dv), p.value_dim, inside, 1.0f, role);
 }
 
-// The materialised way, which holds the products of one head, [Q, K], and works on them in place. A row of them as
-// softmax wants it.
+// The materialised way, which holds the products of one head, [Q, K], and works on them in place. Its products take 0
+// for what is not finite, as weights of 0 stand in them for what is hidden; `spoilt` is 0, and NaN for a key whose
+// values are not finite, which so spoils the rows that see it.
+//
+// A row of products as softmax wants it.
 struct HeadScores {
   device const float* products;
   device const bool* seen;
   device const float* bias;
+  device const float* spoilt;
   ulong mask;  // offset of the row
   Span span;
   uint end;
+  bool spoils;
   constant AttentionScoring& s;
 
   float4 at(uint i) const {
     float4 scores = load4(products, i, end, aligned);
+    if (spoils) {
+      scores += load4(spoilt, i, end, aligned);
+    }
     for (uint k = 0; k < 4; ++k) {
       scores[k] = span.has(i + k) ? Score(scores[k], s).masked(mask_bias(seen, bias, mask + (i + k) * s.mask_key, s))
                                   : -INFINITY;
@@ -696,20 +705,6 @@ struct HeadScores {
   float4 weights(float4 scores, float shift) const { return exp2((scores - shift) * s.exponent); }
 };
 
-inline HeadScores head_scores(device const float* products,
-                              device const bool* seen,
-                              device const float* bias,
-                              uint query,
-                              constant AttentionParams& p) {
-  const Span span = keys_of(query + p.shift, p.keys, p.scoring);
-  const HeadScores scores = {
-      products, seen,
-      bias,     p.first[2] * p.scoring.mask_batch + p.first[1] * p.scoring.mask_head + query * p.scoring.mask_query,
-      span,     span.end,
-      p.scoring};
-  return scores;
-}
-
 constant bool two_vectors [[function_constant(1)]];  // of a row in one pass: 8 columns a thread instead of 4
 
 // Products become weights.
@@ -717,8 +712,9 @@ template <bool looped>
 [[kernel]] void attention_weights(device float* products [[buffer(0)]],   // [Q, K]
                                   device const bool* seen [[buffer(1)]],  // [B, H, Q, K] by strides, or unbound
                                   device const float* bias [[buffer(2)]],
-                                  device float* lse [[buffer(3)]],  // [Q]
-                                  constant AttentionParams& p [[buffer(4)]],
+                                  device const float* spoilt [[buffer(3)]],  // [K]; unbound if not p.spoils
+                                  device float* lse [[buffer(4)]],           // [Q]
+                                  constant AttentionParams& p [[buffer(5)]],
                                   uint query [[threadgroup_position_in_grid]],
                                   uint thread_index [[thread_position_in_threadgroup]],
                                   uint threads [[threads_per_threadgroup]],
@@ -728,7 +724,10 @@ template <bool looped>
   threadgroup float partial_max[max_simdgroups], partial_sum[max_simdgroups];
   const RowThread row_thread = {thread_index, threads, lane, simdgroup, simdgroups};
   products += ulong(query) * p.keys;
-  const HeadScores scores = head_scores(products, seen, bias, query, p);
+  const ulong mask =
+      p.first[2] * p.scoring.mask_batch + p.first[1] * p.scoring.mask_head + query * p.scoring.mask_query;
+  const Span span = keys_of(query + p.shift, p.keys, p.scoring);
+  const HeadScores scores = {products, seen, bias, spoilt, mask, span, span.end, p.spoils != 0, p.scoring};
   SoftmaxStatistics statistics;
   if (looped) {
     statistics = softmax_of_long_row(scores, products, p.keys, aligned, row_thread, partial_max, partial_sum);

@@ -104,6 +104,8 @@ struct AttentionParams {
   uint32_t head_dim, value_dim;
   uint32_t blocks;    // of rows, in all dispatches
   uint32_t first[3];  // where this dispatch begins, of one call that takes several: block, head and batch element
+  uint32_t spoils;    // whether the materialised way is told of values that are not finite
+  uint32_t unused;    // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
 };
 
 // The tiled kernels hold some rows in threadgroup memory, 8 a simdgroup, and pass blocks of others by them. Their
@@ -113,4 +115,6 @@ constexpr uint32_t attention_keys(uint32_t row_bytes) { return row_bytes <= 256 
 constexpr uint32_t attention_dq_rows(uint32_t row_bytes) { return row_bytes <= 256 ? 32 : row_bytes <= 512 ? 16 : 8; }
 constexpr uint32_t attention_dq_keys(uint32_t row_bytes) { return row_bytes <= 128 ? 32 : row_bytes <= 512 ? 16 : 8; }
 constexpr uint32_t attention_dkv_rows(uint32_t row_bytes) { return attention_dq_rows(row_bytes); }
-constexpr uint32_t attention_dkv_queries(uint32_t row_bytes) { return row_bytes <= 128 ? 32 : row_bytes <= 256 ? 16 : 8; }
+constexpr uint32_t attention_dkv_queries(uint32_t row_bytes) {
+  return row_bytes <= 128 ? 32 : row_bytes <= 256 ? 16 : 8;
+}
