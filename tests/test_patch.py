@@ -425,6 +425,43 @@ def test_attention_that_shares_its_config_with_an_unknown_one_stays():
     assert configs(model) == before
 
 
+def test_attention_sinks_are_left_to_stock_and_reported():
+    """gpt-oss: its eager attention adds a learned score to each row, which no other would."""
+    model = tiny("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=4)
+    stock = copy.deepcopy(model)
+    report = patch(model)
+    reason = "not in the table of model families; uses attention sinks (s_aux), which the operator does not do"
+    assert Line("GptOssAttention", "attention", 2, reason) in report.skipped
+    assert f"left alone: {reason}" in str(report)
+    assert_identical(run(model), run(stock))
+
+
+def test_a_known_family_that_comes_to_use_sinks_is_left_to_stock(monkeypatch, fresh_probes):
+    """Another release of transformers may pass arguments that the operator does not know."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        apply_rotary_pos_emb(hidden_states, hidden_states, *position_embeddings)  # noqa: F821
+        return self.attend(hidden_states, s_aux=self.sinks, position_bias=None, **kwargs)
+
+    model = tiny("llama")
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", forward)
+    before = configs(model)
+    report = patch(model, ["attention"])
+    reason = "uses attention sinks (s_aux) and a position bias (position_bias), which the operator does not do"
+    assert report.skipped == [Line("LlamaAttention", "attention", 2, reason)] and not report.patched
+    assert configs(model) == before
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_attention_dropout_is_reported(training):
+    """Models come from files in eval mode and are patched then, so that the mode of the moment says nothing."""
+    model = tiny("llama", attention_dropout=0.3).train(training)
+    report = patch(model, ["attention"])
+    reason = "runs stock in training: attention_dropout is 0.3"
+    assert report.patched == [Line("LlamaAttention", "attention", 2, reason)] and not report.skipped
+    assert report.count("attention") == 0
+
+
 def test_replaced_forwards_stay():
     model = with_lora(tiny("llama"))
     inner = model.get_base_model().model

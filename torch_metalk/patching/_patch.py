@@ -141,7 +141,7 @@ def _patch_module(
     elif _is_lora(module):
         return
     elif op := _looks_like(cls, wanted):
-        skipped[cls.__name__, op, "not in the table of model families"] += 1
+        skipped[cls.__name__, op, _why_unknown(cls, op)] += 1
 
 
 def _looks_like(cls: type[nn.Module], wanted: frozenset[str]) -> str | None:
@@ -153,6 +153,16 @@ def _looks_like(cls: type[nn.Module], wanted: frozenset[str]) -> str | None:
     if cls.__name__.endswith("Attention") and cls.__module__.startswith("transformers."):
         return "attention" if "attention" in wanted else None
     return None
+
+
+def _why_unknown(cls: type[nn.Module], op: str) -> str:
+    reason = "not in the table of model families"
+    if op == "attention":
+        from torch_metalk.patching.attention import why_stock
+
+        if asked := why_stock(cls):
+            reason = f"{reason}; {asked}"
+    return reason
 
 
 def _patch_target(
@@ -299,7 +309,7 @@ def _report_lora(
 def _patch_attention(model: nn.Module, modules: list[nn.Module], patched: Counter, skipped: Counter) -> None:
     if importlib.util.find_spec("transformers") is None:
         return
-    from torch_metalk.patching.attention import IMPLEMENTATION, register
+    from torch_metalk.patching.attention import IMPLEMENTATION, register, why_stock
 
     ours, foreign = [], set()
     for module in modules:
@@ -318,14 +328,22 @@ def _patch_attention(model: nn.Module, modules: list[nn.Module], patched: Counte
             reason = f"attention implementation {config._attn_implementation!r} was chosen"
         elif getattr(config, "output_attentions", False):
             reason = "output_attentions asks for the attention weights"
+        elif asked := why_stock(families.stock_class(module)):
+            reason = asked
         elif id(config) in foreign:
             reason = "shares its config with attention of an unknown family"
         else:
             reason, configs[id(config)] = None, config
-        (patched if reason is None else skipped)[name, "attention", reason or ""] += 1
+        (patched if reason is None else skipped)[name, "attention", reason or _attention_at_times(module)] += 1
     if configs:
         register()
         _replace_configs(model, configs, IMPLEMENTATION)
+
+
+def _attention_at_times(module: nn.Module) -> str:
+    """When calls of an attention that uses the operator run stock code, as far as that is known before a call."""
+    dropout = getattr(module, "attention_dropout", 0)
+    return f"runs stock in training: attention_dropout is {dropout}" if dropout else ""
 
 
 def _replace_configs(model: nn.Module, configs: dict[int, object], implementation: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +15,13 @@ from torch_metalk.patching import families
 #: The name under which transformers knows it: ``config._attn_implementation``.
 IMPLEMENTATION = "torch_metalk"
 
-#: Arguments that change the meaning of a call and that the operator does not do.
-_UNSUPPORTED = ("position_bias", "s_aux", "head_mask", "relative_position_bias")
+#: Arguments that change the meaning of a call and that the operator does not do, and what they are.
+_UNSUPPORTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "relative_position_bias": "a position bias",
+    "head_mask": "a mask of heads",
+}
 
 
 def register() -> None:
@@ -46,15 +53,22 @@ def attention_forward(
         module: the attention module; its `is_causal` counts where the argument is None.
         query: ``[B, H, Q, D]``; key and value: ``[B, Hkv, K, D]``.
         attention_mask: None, or broadcastable to ``[B, H, Q, K]``, and then it holds causality and windows already.
-        dropout: attention dropout; above 0 the call goes to the stock implementation. So do calls that ask an eager
-            model for attention weights, and calls from a model that `patch` has not seen.
+            Without one, query 0 is at key 0 where there are several, as in torch's attention: what follows the last
+            query are empty places of a static cache. A single query sees all keys.
+        dropout: attention dropout; above 0 the call goes to the stock implementation. So do calls with attention sinks,
+            a position bias, a mask of heads or a mask that requires a gradient, calls that ask an eager model for
+            attention weights, and calls from a model that `patch` has not seen.
 
     Returns:
         ``[B, Q, H, D]``, contiguous, and None for the attention weights.
+
+    Raises:
+        ValueError, TypeError: as `ops.attention`; a mask that is narrower or wider than the keys among them.
     """
     causal = query.shape[2] > 1 and attention_mask is None
     causal = causal and (is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    if not families.has_own_config(module) or dropout > 0 or _wants_more(module, kwargs):
+    learned_mask = attention_mask is not None and attention_mask.requires_grad
+    if not families.has_own_config(module) or dropout > 0 or learned_mask or _wants_more(module, kwargs):
         return _stock_attention(
             module, query, key, value, attention_mask, dropout, scaling, causal, softcap, sliding_window, kwargs
         )
@@ -71,6 +85,22 @@ def attention_forward(
         softcap=softcap,
     )
     return output.transpose(1, 2), None
+
+
+def why_stock(cls: type[nn.Module]) -> str | None:
+    """What attention of this class asks for that the operator does not do, by its forward's code; None for nothing."""
+    constants = set(_names(inspect.unwrap(cls.forward).__code__.co_consts))
+    asked = [f"{what} ({name})" for name, what in _UNSUPPORTED.items() if name in constants]
+    return f"uses {' and '.join(asked)}, which the operator does not do" if asked else None
+
+
+def _names(constants: tuple) -> Iterator[str]:
+    """Strings of a code object: names of keyword arguments stand alone there or in a tuple, by Python's version."""
+    for value in constants:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _names(value)
 
 
 def _was_eager(module: nn.Module) -> bool:
