@@ -140,13 +140,17 @@ def test_four_dimensional_masks_equal_stock(kind):
 
 @pytest.mark.parametrize("argument", [None, True, False], ids=lambda value: f"argument {value}")
 @pytest.mark.parametrize("attribute", [True, False], ids=lambda value: f"attribute {value}")
-@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (1, 5), (1, 1)], ids=["prefill", "decode", "first token"])
-def test_causality_without_a_mask_is_that_of_stock(queries, keys, attribute, argument):
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(5, 5), (1, 5), (1, 1), (5, 9)],
+    ids=["prefill", "decode", "first token", "prefill of a static cache"],
+)
+def test_causality_without_a_mask_is_that_of_stock(queries, keys, attribute, argument, device):
     model = tiny("llama")
     patch(model)
     module = model.model.layers[0].self_attn
     module.is_causal = attribute
-    q, k, v = torch.randn(2, 4, queries, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
+    q, k, v = (torch.randn(2, h, n, 16).to(device) for h, n in ((4, queries), (2, keys), (2, keys)))
     given = {"attention_mask": None, "scaling": 0.3, "is_causal": argument}
     with recorded_ops() as ops:
         actual, _ = attention_forward(module, q, k, v, **given)
@@ -165,13 +169,13 @@ def test_packed_sequences_equal_stock():
 
 
 @pytest.mark.parametrize(("window", "differs"), [(None, False), (12, False), (4, True)])
-def test_sliding_window_counts_only_where_it_is_narrower(window, differs):
+def test_sliding_window_counts_only_where_it_is_narrower(window, differs, device):
     ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(5))
     logits = []
     for sliding_window in (None, window):
-        model = tiny("mistral", sliding_window=sliding_window).eval()
-        patch(model)
-        logits.append(model(ids).logits)
+        stock = tiny("mistral", sliding_window=sliding_window).eval()
+        logits.append(patched_copy(stock).to(device)(ids.to(device)).logits.cpu())
+        torch.testing.assert_close(logits[-1], stock(ids).logits, rtol=1e-5, atol=2e-5)  # float32 roundings, as above
     if differs:
         assert torch.allclose(logits[0][:, :4], logits[1][:, :4], rtol=1e-5, atol=2e-5)
         assert (logits[0][:, 4:] - logits[1][:, 4:]).abs().amax(-1).min() > 1e-2
@@ -182,47 +186,61 @@ def test_sliding_window_counts_only_where_it_is_narrower(window, differs):
 # ---- generation
 
 
+def talkative(family, **settings):
+    """A model whose tokens change with what it attends to: with tied embeddings, Gemma repeats one token."""
+    return tiny(family, tie_word_embeddings=False, **settings).eval()
+
+
 def generate(model, inputs, **options):
     config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=PAD, eos_token_id=None)
-    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    return model.eval().generate(**given, generation_config=config, **options)
+    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    return model.eval().generate(**given, generation_config=config, **options).cpu()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_stock(family, lora):
-    stock = tiny(family)
+def test_greedy_tokens_equal_stock(family, lora, device):
+    """Three prompts of different length, padded on the left. Stock runs on the CPU."""
+    stock = talkative(family)
     if lora:
         stock = with_lora(stock)
     expected = generate(stock, batch())
-    assert torch.equal(generate(patched_copy(stock), batch()), expected)
+    ours = patched_copy(stock).to(device)
+    assert torch.equal(generate(ours, batch()), expected)
     if family == "llama":  # with a cache as without
-        assert torch.equal(generate(patched_copy(stock), batch(), use_cache=False), expected)
-
-
-def static_cache(model):
-    return {"past_key_values": StaticCache(config=model.config, max_cache_len=40)}
+        assert torch.equal(generate(ours, batch(), use_cache=False), expected)
 
 
 STRATEGIES = {
     "dynamic cache": lambda model: {},
     "no cache": lambda model: {"use_cache": False},
-    "static cache": static_cache,
+    "static cache": lambda model: {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
     "prompt lookup": lambda model: {"prompt_lookup_num_tokens": 3},
     "assistant is a deepcopy": lambda model: {"assistant_model": copy.deepcopy(model)},
 }
+#: A window of 6 over 20 tokens; windows in every other layer, with and without a cap on the scores.
+SPEAKERS = {"llama": {}, "qwen3": {}, "mistral": {"sliding_window": 6}, "gemma2": {}, "gemma3": {}}
 
 
+@pytest.mark.parametrize("padding", [0, 5], ids=["", "padded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", ["mistral", "llama"])
-def test_generation_strategies_give_the_same_tokens(family, strategy):
-    """A window of 6 over 20 tokens, and caches longer than the queries or full of empty places."""
-    model = tiny(family, **({"sliding_window": 6} if family == "mistral" else {})).eval()
-    ids = torch.randint(3, 300, (1, 20), generator=torch.Generator().manual_seed(6))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+@pytest.mark.parametrize("family", SPEAKERS)
+def test_generation_strategies_give_the_same_tokens(family, strategy, padding, device):
+    """Caches longer than the queries or full of empty places. In a vocabulary of 40, prompt lookup proposes
+    something."""
+    model = talkative(family, vocab_size=40, **SPEAKERS[family])
+    ids = torch.randint(3, 40, (1, 20), generator=torch.Generator().manual_seed(6))
+    mask = (torch.arange(20) >= padding).long()[None]
+    inputs = {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
     expected = generate(model, inputs)
+    assert len(set(expected[0, 20:].tolist())) > 3, "tokens have to change"
     patch(model)
+    model = model.to(device)
+    rows = []
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     assert torch.equal(generate(model, inputs, **STRATEGIES[strategy](model)), expected)
+    if strategy in ("prompt lookup", "assistant is a deepcopy"):
+        assert any(1 < n < 20 for n in rows), "several rows of queries at once"
 
 
 # ---- training tools
@@ -294,18 +312,71 @@ def test_a_layer_compiles_with_dropout_and_checkpointing():
 
 @pytest.mark.parametrize("ops", [None, ["attention"]], ids=["all ops", "attention alone"])
 @pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
-def test_attention_dropout_is_stock(family, implementation, ops):
-    """The same draws, so the same numbers; in eval the operator runs."""
+def test_attention_dropout_is_stock(family, implementation, ops, device):
+    """The same draws from the same seed, so the same numbers; in eval the operator runs."""
     stock = tiny(family, attn_implementation=implementation, attention_dropout=0.3).train()
-    ours = patched_copy(stock, ops)
+    ours = patched_copy(stock, ops).to(device)
+    inputs = {name: t.to(device) for name, t in batch().items()}
     with recorded_ops() as calls:
-        actual = run(ours)
+        actual = run(ours, inputs)
     assert calls["attention"] == 0
-    expected = run(stock)
-    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-5, atol=2e-5)  # float32 roundings
+    expected = run(stock.to(device), inputs)
+    assert actual.grads.keys() == expected.grads.keys()
+    for name, t in expected.tensors().items():
+        # float32 roundings, on tensors of all sizes; another draw changes them by a tenth and more
+        error = (actual.tensors()[name] - t).norm() / t.norm()
+        assert error < 1e-4, f"{name}: {error:.3g}"
     with recorded_ops() as calls:
-        run(ours.eval())
+        run(ours.eval(), inputs)
     assert calls["attention"] == 2
+
+
+def one_attention(device):
+    """A patched attention module, and three queries and seven keys that its projections might have made."""
+    model = tiny("llama")
+    patch(model)
+    qkv = [torch.randn(2, heads, rows, 16) for heads, rows in ((4, 3), (2, 7), (2, 7))]
+    return model.model.layers[0].self_attn, [t.to(device).requires_grad_() for t in qkv]
+
+
+def test_a_learned_mask_is_left_to_stock(device):
+    """A patched model gives the mask the gradient that it had before."""
+    module, qkv = one_attention(device)
+    mask = torch.randn(1, 4, 3, 7).to(device).requires_grad_()
+    grads = []
+    for forward in (attention_forward, sdpa_attention_forward):
+        with recorded_ops() as calls:
+            o, _ = forward(module, *qkv, mask)
+        assert not calls
+        grads.append(torch.autograd.grad(o.square().sum(), [*qkv, mask]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert grads[0][-1].abs().max() > 0
+
+
+def test_a_window_holds_where_a_caller_leaves_the_mask_out(device):
+    """Torch's attention would drop it; those of transformers that take a window from the argument do not."""
+    module, qkv = one_attention(device)
+    o, _ = attention_forward(module, *qkv, None, sliding_window=2)
+    i, j = torch.arange(3)[:, None], torch.arange(7)
+    mask = ((j <= i) & (i - j < 2))[None, None]
+    expected, _ = sdpa_attention_forward(module, *qkv, mask.to(device))
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)  # float32 roundings of values around 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(2, 1, 3, 6, dtype=torch.bool), ValueError, "'mask' is a tensor of shape .2, 1, 3, 6"),
+        (torch.ones(2, 1, 3, 8), ValueError, "'mask' is a tensor of shape .2, 1, 3, 8"),
+        (torch.ones(2, 3, 7, dtype=torch.bool), ValueError, "'mask' is a tensor of shape .2, 3, 7"),
+        (torch.ones(2, 1, 3, 7, dtype=torch.int64), TypeError, "'mask' is of dtype torch.int64; accepted: bool"),
+    ],
+    ids=["narrower than the keys", "wider", "of rank 3", "of integers"],
+)
+def test_masks_that_do_not_fit_are_refused(mask, error, message, device):
+    module, qkv = one_attention(device)
+    with pytest.raises(error, match=f"torch_metalk.attention.*{message}"):
+        attention_forward(module, *qkv, mask.to(device))
 
 
 def autocast_dtypes(model):
