@@ -12,7 +12,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import sdpa_mask
 
 from torch_metalk import patch
@@ -169,6 +176,13 @@ def run(model: nn.Module, inputs: dict[str, Tensor] | None = None, **options) ->
     out.loss.backward()
     grads = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Run(out.logits.detach()[inputs["attention_mask"].bool()], out.loss.detach(), grads)
+
+
+def generate(model: PreTrainedModel | PeftModel, inputs: dict[str, Tensor], tokens: int = 12, **options) -> Tensor:
+    """The prompts and their greedy continuation, on the CPU."""
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=PAD, eos_token_id=None)
+    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    return model.eval().generate(**given, generation_config=config, **options).cpu()
 
 
 def _exact_attention(module, query, key, value, mask, scaling, softcap=None, **kwargs):

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.models import exact_copy, lora_config, patched_copy, recorded_ops, tiny, with_lora
+from tests.models import exact_copy, generate, lora_config, patched_copy, recorded_ops, tiny, with_lora
 from torch_metalk import patch
 
 # PEFT and transformers rename things and ask for the old names themselves.
@@ -106,15 +106,17 @@ needs_metal = pytest.mark.skipif(not torch.backends.mps.is_available(), reason="
 
 
 @needs_metal
-def test_tiny_model_on_mps():
-    """As near to training in float64 as stock PEFT on mps or on the CPU; without dropout, whose draws differ there."""
-    stock = with_lora(tiny("llama")).train()
+@pytest.mark.parametrize(("family", "norms"), [("llama", 5), ("gemma", 5), ("qwen3", 9)])
+def test_tiny_models_on_mps(family, norms):
+    """As near to training in float64 as stock PEFT on mps or on the CPU; without dropout, whose draws differ there.
+    What they learned they say."""
+    stock = with_lora(tiny(family)).train()
     exact, on_mps, stock_on_mps = exact_copy(stock), patched_copy(stock).to("mps"), copy.deepcopy(stock).to("mps")
     rows = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
     with recorded_ops() as ops:
         losses = train(on_mps, rows, 1e-2)
-    assert ops["rms_norm"] == 5 * STEPS and ops["rms_norm_backward"] >= 4 * STEPS
-    for op in ("lora_mlp", "rope"):
+    assert ops["rms_norm"] == norms * STEPS and ops["rms_norm_backward"] >= 4 * STEPS
+    for op in ("lora_mlp", "rope", "attention"):
         assert ops[op] == ops[f"{op}_backward"] == 2 * STEPS, op
     exact_losses, *stock_losses = (train(model, rows, 1e-2) for model in (exact, stock, stock_on_mps))
     assert sum(losses[-2:]) < 0.1 * sum(losses[:2]), "training has to have an effect"
@@ -122,6 +124,9 @@ def test_tiny_model_on_mps():
     assert limit < 1e-4, "rounding, on losses from 5 to 0.01"
     for step, (loss, expected) in enumerate(zip(losses, exact_losses, strict=True)):
         assert abs(loss - expected) <= limit + 2 * torch.finfo(torch.float32).eps * expected, f"step {step}"
+    prompts = {"input_ids": rows[:, :8], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    for model in (on_mps, stock):
+        assert torch.equal(generate(model, prompts, tokens=16), rows), "both rows are known by heart"
 
 
 @needs_metal

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, StaticCache
+from transformers import StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.models import (
@@ -19,6 +19,7 @@ from tests.models import (
     assert_equals_stock,
     batch,
     exact_copy,
+    generate,
     patched_copy,
     recorded_ops,
     run,
@@ -189,12 +190,6 @@ def test_sliding_window_counts_only_where_it_is_narrower(window, differs, device
 def talkative(family, **settings):
     """A model whose tokens change with what it attends to: with tied embeddings, Gemma repeats one token."""
     return tiny(family, tie_word_embeddings=False, **settings).eval()
-
-
-def generate(model, inputs, **options):
-    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=PAD, eos_token_id=None)
-    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    return model.eval().generate(**given, generation_config=config, **options).cpu()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
