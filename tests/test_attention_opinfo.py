@@ -82,5 +82,6 @@ def test_samples_match_float64(dtype, device):
             strict=True,
         )
         for name, triple in zip(("output", *NAMES), triples, strict=True):
-            # As in test_attention: sums in another order, and another exp.
-            assert_accurate(*triple, f"{name} of sample {number}, {options}", factor=4.0)
+            # Ours rounds numbers of the size of the scores four times: the scale with log2(e) in it, the product with
+            # it, lse, and the difference; torch's kernel the product alone. To that come sums in another order.
+            assert_accurate(*triple, f"{name} of sample {number}, {options}", factor=6.0)
