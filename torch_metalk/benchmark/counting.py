@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -116,3 +117,18 @@ def step_cost(model: nn.Module, loss: Callable[[], Tensor]) -> StepCost:
         counter.by_name,
         tuple(counter.inside),
     )
+
+
+def peak_memory(function: Callable[[], Any]) -> int:
+    """The most device memory that a call holds on mps at any time, in bytes, above what is held before.
+
+    By the driver's figure, which the allocator's cache keeps up until it is emptied. On a Mac that is in units of the
+    allocator's heaps, so use sizes to which those are small.
+    """
+    gc.collect()
+    torch.mps.synchronize()
+    torch.mps.empty_cache()
+    before = torch.mps.driver_allocated_memory()
+    function()
+    torch.mps.synchronize()
+    return torch.mps.driver_allocated_memory() - before
