@@ -21,6 +21,18 @@ struct AttentionOptions {
   bool restricts() const { return mask || is_causal || sliding_window; }
 };
 
+// What operators check of their options, and of q, k and v [B, H, N, D] with their mask.
+void check_scoring(const char* op, const AttentionOptions& options);
+void check_attention(
+    const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& options);
+
+// Kernels read heads of any strides, whose numbers are neighbours.
+at::Tensor dense_rows(const at::Tensor& t);
+AttentionTensor strides_of(const at::Tensor& t);
+
+// Whether every row of a tensor starts at a multiple of four elements.
+bool is_aligned(const at::Tensor& t);
+
 // A mask as kernels take it, [B, H, Q, K] by strides: at most one of both is there.
 struct AttentionMask {
   std::optional<at::Tensor> seen;  // bool

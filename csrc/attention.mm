@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "checks.h"
+#include "decode_attention.h"
 #include "gemm.h"
 #include "geometry.h"
 #include "layout.h"
@@ -57,9 +58,15 @@ AttentionScoring attention_scoring(const AttentionOptions& options, const Attent
   return scoring;
 }
 
-namespace {
+void check_scoring(const char* op, const AttentionOptions& options) {
+  CHECK_VALUE(std::isfinite(options.scale), op, "scale", options.scale, "a finite number");
+  CHECK_VALUE(!options.sliding_window || *options.sliding_window >= 1, op, "sliding_window", *options.sliding_window,
+              "None or at least 1");
+  CHECK_VALUE(!options.softcap || (*options.softcap > 0 && std::isfinite(*options.softcap)), op, "softcap",
+              *options.softcap, "None or a finite positive number");
+}
 
-void check(
+void check_attention(
     const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& options) {
   check_tensor(op, "q", q, q);
   check_tensor(op, "k", k, q);
@@ -89,29 +96,25 @@ void check(
                 ", or 1 for a size");
     check_constant(op, "mask", *mask);
   }
-  CHECK_VALUE(std::isfinite(options.scale), op, "scale", options.scale, "a finite number");
-  CHECK_VALUE(!options.sliding_window || *options.sliding_window >= 1, op, "sliding_window", *options.sliding_window,
-              "None or at least 1");
-  CHECK_VALUE(!options.softcap || (*options.softcap > 0 && std::isfinite(*options.softcap)), op, "softcap",
-              *options.softcap, "None or a finite positive number");
+  check_scoring(op, options);
 }
 
-// Kernels read heads of any strides, whose numbers are neighbours.
 at::Tensor dense_rows(const at::Tensor& t) { return t.stride(-1) == 1 || t.size(-1) == 1 ? t : t.contiguous(); }
 
 AttentionTensor strides_of(const at::Tensor& t) {
   return {static_cast<uint64_t>(t.stride(0)), static_cast<uint64_t>(t.stride(1)), static_cast<uint64_t>(t.stride(2))};
 }
 
-// Whether every row of a [B, H, N, D] starts at a multiple of four elements.
 bool is_aligned(const at::Tensor& t) {
-  for (int64_t dim = 0; dim < 3; ++dim) {
+  for (int64_t dim = 0; dim < t.dim() - 1; ++dim) {
     if (t.stride(dim) % 4 != 0 && t.size(dim) > 1) {
       return false;
     }
   }
   return t.storage_offset() % 4 == 0;
 }
+
+namespace {
 
 // A gradient laid out in memory as the tensor it belongs to, as far as that has no gaps and kernels can write it.
 at::Tensor empty_gradient(const at::Tensor& t) {
@@ -185,9 +188,9 @@ struct Call {
   }
 };
 
-AttentionWay choose(const char* op, const Call& call, c10::string_view algorithm) {
+AttentionWay choose(const char* op, const Call& call, c10::string_view algorithm, bool decode_serves) {
   if (algorithm == "auto") {
-    return choose_attention(call.queries(), call.keys(), call.row_bytes(), false);
+    return choose_attention(call.queries(), call.keys(), call.row_bytes(), decode_serves);
   }
   if (algorithm == "materialised") {
     return AttentionWay::kMaterialised;
@@ -253,7 +256,7 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q,
                                              c10::string_view algorithm) {
   const char* op = "attention";
   const AttentionOptions options{mask, is_causal, lower_right, scale, sliding_window, softcap};
-  check(op, q, k, v, options);
+  check_attention(op, q, k, v, options);
   at::Tensor o = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
   at::Tensor lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   if (k.size(2) == 0 || v.size(3) == 0) {
@@ -266,10 +269,16 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q,
   }
   Call call(q, k, v, options);
   call.params.o = strides_of(o);
-  if (choose(op, call, algorithm) == AttentionWay::kTiled) {
-    encode_tiled_forward(call, o, lse);
-  } else {
-    encode_materialised_forward(call, o, lse, options.restricts());
+  switch (choose(op, call, algorithm, decode_serves(q, v))) {
+    case AttentionWay::kDecode:
+      attend_to_cache(call.q, {call.k, call.v}, options, o, lse);
+      break;
+    case AttentionWay::kTiled:
+      encode_tiled_forward(call, o, lse);
+      break;
+    case AttentionWay::kMaterialised:
+      encode_materialised_forward(call, o, lse, options.restricts());
+      break;
   }
   return {o, lse};
 }
@@ -356,7 +365,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
                                                                   c10::string_view algorithm) {
   const char* op = "attention_backward";
   const AttentionOptions options{mask, is_causal, lower_right, scale, sliding_window, softcap};
-  check(op, q, k, v, options);
+  check_attention(op, q, k, v, options);
   check_tensor(op, "do", d_o, q);
   check_tensor(op, "o", o, q);
   check_tensor(op, "lse", lse, q);
@@ -380,7 +389,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
   call.params.dq = strides_of(dq);
   call.params.dk = strides_of(dk);
   call.params.dv = strides_of(dv);
-  const bool tiled = choose(op, call, algorithm) == AttentionWay::kTiled;
+  const bool tiled = choose(op, call, algorithm, false) == AttentionWay::kTiled;
 
   const at::Tensor statistics =
       at::empty({q.size(0), q.size(1), q.size(2), 4}, q.options().dtype(at::kFloat).memory_format(std::nullopt));

@@ -112,6 +112,9 @@ inline std::vector<GridPart> gemm_dispatches(const GemmPlan& plan, int64_t m, in
                   2.0 * plan.side * plan.side * plan.span);
 }
 
+// Queries of a sequence that decode's kernels take.
+constexpr int64_t kMostDecodeQueries = 8;
+
 // How attention is calculated.
 enum class AttentionWay { kDecode, kTiled, kMaterialised };
 
@@ -135,15 +138,45 @@ inline int64_t tiled_head_dim(int64_t head_dim, int64_t value_dim) {
 // gradients, take no more than a few heads of q and k: memory decides. These are counts of bytes; no Mac has timed
 // them.
 inline AttentionWay choose_attention(int64_t queries, int64_t keys, int64_t row_bytes, bool decode_serves) {
-  constexpr int64_t most_decode_queries = 8;
   constexpr int64_t wide_row = 1024, most_scores = int64_t{1} << 23;  // 64 MiB with their gradients
-  if (decode_serves && queries <= most_decode_queries) {
+  if (decode_serves && queries <= kMostDecodeQueries) {
     return AttentionWay::kDecode;
   }
   if (row_bytes == 0 || (row_bytes >= wide_row && queries * keys <= most_scores)) {
     return AttentionWay::kMaterialised;
   }
   return AttentionWay::kTiled;
+}
+
+constexpr uint32_t kDecodeThreads = 4 * kSimdWidth;
+
+// How attention of a few queries to a cache is cut up: `rows` rows of one head of k and v to a threadgroup,
+// `row_blocks` times, and the keys of a sequence in `chunks`. Of a value of `value_dim` numbers each simdgroup has a
+// `share`, in vectors, on which `lanes` of its lanes work.
+struct DecodePlan {
+  uint32_t rows, row_blocks, chunks, share, lanes;
+};
+
+inline DecodePlan plan_decode(
+    int64_t sequences, int64_t kv_heads, int64_t rows, int64_t keys, int64_t value_dim, bool large_chip) {
+  const auto quotient = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  DecodePlan plan{};
+  plan.rows = rows <= 8 ? 8 : 32;
+  plan.row_blocks = static_cast<uint32_t>(quotient(rows, plan.rows));
+  // Enough threadgroups for three or four to a core (up to 20 cores, and up to 80). A chunk of 512 keys of 128 numbers
+  // in half precision reads 256 KB and writes 4 KB of sums for 8 rows. 64 chunks are as many as one simdgroup adds up
+  // while the memory of its sums is still in the cache. No Mac has timed these numbers.
+  constexpr int64_t least_span = 512, most_chunks = 64;
+  const int64_t wanted = large_chip ? 256 : 64, groups = sequences * kv_heads * plan.row_blocks;
+  plan.chunks =
+      static_cast<uint32_t>(std::max<int64_t>(1, std::min({quotient(wanted, groups), keys / least_span, most_chunks})));
+  // Of 8 rows a simdgroup has all columns, four to a vector; of 32 a quarter, two to a vector.
+  plan.share = static_cast<uint32_t>(plan.rows == 8 ? quotient(value_dim, 4) : quotient(quotient(value_dim, 2), 4));
+  plan.lanes = 1;
+  while (plan.lanes < plan.share && plan.lanes < kSimdWidth) {
+    plan.lanes *= 2;
+  }
+  return plan;
 }
 
 }  // namespace torch_metalk

@@ -37,6 +37,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       "First threadgroup and number of threadgroups, along columns, rows and matrices, of each dispatch of a product");
   m.def(
+      "plan_decode",
+      [](int64_t sequences, int64_t kv_heads, int64_t rows, int64_t keys, int64_t value_dim, bool large_chip) {
+        const auto plan = torch_metalk::plan_decode(sequences, kv_heads, rows, keys, value_dim, large_chip);
+        return std::make_tuple(plan.rows, plan.row_blocks, plan.chunks, plan.share, plan.lanes);
+      },
+      "Rows of a threadgroup, blocks of them, chunks of the keys, and a simdgroup's vectors of a value and lanes for "
+      "them");
+  m.def(
       "set_large_chip", [](bool large) { return std::exchange(torch_metalk::is_large_chip(), large); },
       "Sets whether the GPU counts as one of a Max or Ultra chip, and returns whether it did");
   m.def(

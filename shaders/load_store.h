@@ -1,4 +1,4 @@
-// Four neighbouring elements at a time, as float32.
+// Four neighbouring elements at a time, or two, as float32.
 #pragma once
 
 #include <metal_stdlib>
@@ -27,4 +27,13 @@ inline void store4(device T* row, uint i, uint count, bool aligned, float4 value
   for (uint k = 0; k < 4 && i + k < count; ++k) {
     row[i + k] = T(values[k]);
   }
+}
+
+// Elements i and i + 1, in the same way.
+template <typename T>
+inline float2 load2(device const T* row, uint i, uint count, bool aligned) {
+  if (aligned && i + 2 <= count) {
+    return float2(*reinterpret_cast<device const metal::vec<T, 2>*>(row + i));
+  }
+  return float2(i < count ? float(row[i]) : 0.0f, i + 1 < count ? float(row[i + 1]) : 0.0f);
 }

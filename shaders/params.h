@@ -118,3 +118,35 @@ constexpr uint32_t attention_dkv_rows(uint32_t row_bytes) { return attention_dq_
 constexpr uint32_t attention_dkv_queries(uint32_t row_bytes) {
   return row_bytes <= 128 ? 32 : row_bytes <= 256 ? 16 : 8;
 }
+
+// Attention of a few queries to the keys and values of a cache. A page holds 2^page_bits keys; where there are no pages
+// the whole of a sequence is one, and its number that of the sequence.
+struct DecodeParams {
+  AttentionScoring scoring;
+  int64_t position;         // of the first query, where the sequences have no lengths of their own
+  AttentionTensor q, k, v;  // the batch of k and v being pages
+  uint32_t kv_heads;
+  uint32_t group;    // heads of q that share a head of k and v
+  uint32_t queries;  // of a sequence
+  uint32_t keys;     // that a sequence has room for
+  uint32_t head_dim, value_dim;
+  uint32_t pages, page_bits;
+  uint32_t table_pages;  // of a sequence
+  uint32_t row_blocks;   // into which the group's queries are cut
+  uint32_t chunks;       // into which the keys of a sequence are cut
+  uint32_t share;        // vectors of a value that one simdgroup works on
+  uint32_t lanes;        // that work on one value: the share's next power of two, at most 32
+  uint32_t has_lengths;
+  uint32_t aligned_o;  // rows of the result start at multiples of 4 elements
+  uint32_t unused;     // fills the struct to a multiple of 8 bytes, so that none are left uninitialised
+};
+
+struct CacheWriteParams {
+  AttentionTensor k, v;              // without a batch, a row being a token
+  AttentionTensor k_pages, v_pages;  // the batch being pages, a row a slot of one
+  uint64_t slot_stride;              // elements from one number of a slot to the next
+  int64_t slots;                     // in all pages
+  uint32_t heads;
+  uint32_t head_dim, value_dim;
+  uint32_t page_size;
+};

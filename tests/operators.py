@@ -82,6 +82,8 @@ def run(function: Callable[..., Any], tensors: dict[str, Tensor], names: list[st
         generator = torch.Generator().manual_seed(1)
         grads = [torch.randn(r.shape, generator=generator).to(r) for r in results]
     wanted = [tensors[name] for name in names]
+    if not wanted:
+        return results, []
     return results, list(torch.autograd.grad(results, wanted, [g.to(r) for g, r in zip(grads, results, strict=True)]))
 
 
@@ -117,6 +119,19 @@ def strided_copies(t: Tensor) -> dict[str, Tensor]:
         wide = t.new_empty(*t.shape[:-1], t.shape[-1] + 5)
         layouts["slice"] = wide[..., 2 : 2 + t.shape[-1]].copy_(t)
     return layouts
+
+
+class _Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Writes down the calls of this package's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "torch_metalk":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
 
 
 class OpTests:
@@ -286,17 +301,10 @@ class OpTests:
         """Every operator that the case reaches, with the arguments it got there, in forward and backward."""
         tensors = case.tensors(dtype, device)
         leaves = {n: t.requires_grad_(n in case.differentiable(tensors)) for n, t in tensors.items()}
-        calls: list[tuple[Any, tuple]] = []
-
-        class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if func.namespace == "torch_metalk":
-                    calls.append((func, args))
-                return func(*args, **(kwargs or {}))
-
-        with Recorder():
+        with _Recorder() as recorder:
             results = outputs(case.ours(**leaves))
             sum(r.float().square().sum() for r in results).backward()
+        calls = recorder.calls
         names = [func.name() for func, _ in calls]
         assert names == [f"torch_metalk::{self.op}", f"torch_metalk::{self.op}_backward"]
         for i, (func, args) in enumerate(calls):
@@ -316,6 +324,26 @@ class OpTests:
         results, grads = run(compiled, tensors, names)
         for a, b in zip(results + grads, expected + expected_grads, strict=True):
             assert torch.equal(a, b)
+
+
+class ForwardOpTests(OpTests):
+    """The same for an operator without gradient: of its cases all arguments are constant."""
+
+    test_strided_incoming_gradient = None
+    test_gradcheck = None
+    test_gradcheck_in_float32 = None
+    test_each_gradient_alone = None
+    test_second_derivative_raises = None
+    test_backward_keeps_what_it_says = None
+    test_graph_is_freed_without_the_collector = None
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_opcheck(self, case: Case, dtype: torch.dtype, device: torch.device) -> None:
+        with _Recorder() as recorder:
+            case.ours(**case.tensors(dtype, device))
+        ((func, args),) = recorder.calls
+        assert func.name() == f"torch_metalk::{self.op}"
+        torch.library.opcheck(func, args, test_utils=_opchecks(device))
 
 
 def _opchecks(device: torch.device) -> list[str]:

@@ -86,6 +86,27 @@ def one_of(op: str, name: str, value: object, choices: Sequence[object]) -> None
         refuse(op, name, repr(value), ", ".join(map(repr, choices)))
 
 
+def index(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    """Integers of this shape, on the device of another argument."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        refuse(op, name, f"of dtype {tensor.dtype}", "int32, int64", TypeError)
+    if tensor.device != like.device:
+        refuse(op, name, f"on {tensor.device}", f"the device of the other tensors, {like.device}")
+    if tuple(tensor.shape) != tuple(shape):
+        refuse(op, name, shape_of(tensor), f"a tensor of shape {tuple(shape)}")
+
+
+def index_range(op: str, name: str, tensor: torch.Tensor, least: int | None, most: int, what: str) -> None:
+    """Waits for the device: all values are from `least` (if any) to `most`, which is called so."""
+    if tensor.numel() == 0:
+        return
+    smallest, largest = (int(value) for value in tensor.aminmax())
+    if largest > most:
+        refuse(op, name, f"up to {largest}", f"at most {most}, {what}")
+    if least is not None and smallest < least:
+        refuse(op, name, f"down to {smallest}", f"at least {least}")
+
+
 def gradient(op: str, dy: torch.Tensor, like: torch.Tensor, name: str = "dy") -> None:
     """The incoming gradient must look like the output it belongs to."""
     if dy.shape != like.shape:

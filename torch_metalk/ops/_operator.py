@@ -25,16 +25,22 @@ for _key in ("AutocastMPS", "AutocastCUDA"):
 OPERATORS: dict[str, torch._ops.OpOverload] = {}
 
 
+_ONCE = (
+    "torch_metalk operators are differentiable once. Run the stock modules (torch_metalk.unpatch) where second "
+    "derivatives are needed."
+)
+
+
 class _NotDifferentiable(torch.autograd.Function):
-    """Runs a backward operator whose result must not be differentiated again.
+    """Runs an operator whose result must not be differentiated, such as a backward operator.
 
     Differentiating a native backward kernel would silently give zeros, and `once_differentiable` notices it only where
     the incoming gradient requires a gradient itself. This marks the outputs whenever any input does.
     """
 
     @staticmethod
-    def forward(ctx, op, structure, result_structure, *flat):
-        ctx.op_name = op.name()
+    def forward(ctx, op, reason, structure, result_structure, *flat):
+        ctx.refusal = f"{op.name()} was asked for a gradient: {reason}"
         ctx.set_materialize_grads(False)
         with torch._C._AutoDispatchBelowAutograd():
             result = op(*pytree.tree_unflatten(flat, structure))
@@ -45,16 +51,13 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(
-            f"{ctx.op_name} was asked for a gradient: torch_metalk operators are differentiable once. "
-            "Run the stock modules (torch_metalk.unpatch) where second derivatives are needed."
-        )
+        raise RuntimeError(ctx.refusal)
 
 
-def _not_differentiable(op: torch._ops.OpOverload, *args):
+def _not_differentiable(op: torch._ops.OpOverload, reason: str, *args):
     flat, structure = pytree.tree_flatten(args)
     result_structure: list[pytree.TreeSpec] = []
-    result = _NotDifferentiable.apply(op, structure, result_structure, *flat)
+    result = _NotDifferentiable.apply(op, reason, structure, result_structure, *flat)
     return pytree.tree_unflatten(result, result_structure[0])
 
 
@@ -145,6 +148,7 @@ def define(
     eager: Callable[..., Any],
     fake: Callable[..., Any],
     autograd: Callable[..., Any] | None = None,
+    no_gradient: str = _ONCE,
     autocast: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Operator:
     """Register one operator.
@@ -154,8 +158,9 @@ def define(
         eager: the twin in plain PyTorch; checks its arguments before any work.
         fake: the shape rule; makes the same checks and returns empty tensors like those of `eager`.
         autograd: called with the operator's arguments when any of them requires a gradient, usually the `apply` of a
-            `torch.autograd.Function` whose forward calls `Operator.below_autograd`. None makes it an operator of the
-            backward pass: its outputs raise when they are differentiated.
+            `torch.autograd.Function` whose forward calls `Operator.below_autograd`. None for an operator that has none,
+            as those of the backward pass: its outputs raise when they are differentiated.
+        no_gradient: what that error says behind the operator's name.
         autocast: called with the autocast dtype and the operator's arguments; returns the arguments to use. None
             leaves an operator alone under autocast.
     """
@@ -165,7 +170,7 @@ def define(
     _LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_metalk::{name}", fake, lib=_LIBRARY)
 
-    differentiate = autograd or functools.partial(_not_differentiable, op)
+    differentiate = autograd or functools.partial(_not_differentiable, op, no_gradient)
 
     def autograd_kernel(*args):
         _refuse_transforms(op, args)

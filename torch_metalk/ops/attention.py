@@ -66,20 +66,28 @@ def attention(
     """
     _checks.one_of("attention", "causal_alignment", causal_alignment, _ALIGNMENT)
     _checks.one_of("attention", "algorithm", algorithm, _ALGORITHMS)
+    scale, sliding_window = _numbers("attention", q, scale, sliding_window, softcap)
+    lower_right = causal_alignment == "lower_right"
+    return _attention(q, k, v, mask, is_causal, lower_right, scale, sliding_window, softcap, algorithm)[0]
+
+
+def _numbers(
+    op: str, q: Tensor, scale: float | None, sliding_window: int | None, softcap: float | None
+) -> tuple[float, int | None]:
+    """Scale and window as the operators take them."""
     for name, value, kinds in (
         ("scale", scale, (int, float)),
         ("softcap", softcap, (int, float)),
         ("sliding_window", sliding_window, (int,)),
     ):
         if value is not None:
-            _checks.number("attention", name, value, kinds)
+            _checks.number(op, name, value, kinds)
     if sliding_window is not None:
         # A window wider than any sequence restricts nothing; the operator's schema has 64 bits for it.
         sliding_window = min(sliding_window, 2**62)
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
-    lower_right = causal_alignment == "lower_right"
-    return _attention(q, k, v, mask, is_causal, lower_right, scale, sliding_window, softcap, algorithm)[0]
+    return scale, sliding_window
 
 
 class _Options(NamedTuple):
@@ -140,6 +148,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options, op: str = "attent
             )
         if mask.requires_grad:
             _checks.refuse(op, "mask", "a tensor that requires a gradient", "a constant; detach it")
+    _check_scoring(op, options)
+
+
+def _check_scoring(op: str, options: _Options) -> None:
     if not math.isfinite(options.scale):
         _checks.refuse(op, "scale", options.scale, "a finite number")
     sliding_window, softcap = options.sliding_window, options.softcap
@@ -376,6 +388,10 @@ def _fused_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse:
 def _eager(q: Tensor, k: Tensor, v: Tensor, *args):
     options = _Options(*args)
     _check(q, k, v, options)
+    return _eager_options(q, k, v, options)
+
+
+def _eager_options(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     result = _fused(q, k, v, options) if _fused_serves(q, k, v, options) else None
     if result is None:
         return _blockwise(q, k, v, options)
