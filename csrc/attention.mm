@@ -189,7 +189,9 @@ struct Call {
 };
 
 AttentionWay choose(const char* op, const Call& call, c10::string_view algorithm, bool decode_serves) {
-  if (algorithm == "auto") {
+  const bool with_backward = algorithm == "auto_with_backward";
+  if (algorithm == "auto" || with_backward) {
+    decode_serves = decode_serves && !with_backward;
     return choose_attention(call.queries(), call.keys(), call.row_bytes(), decode_serves);
   }
   if (algorithm == "materialised") {

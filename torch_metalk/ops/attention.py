@@ -13,6 +13,8 @@ from torch_metalk.ops._operator import cast, compute_dtype, define
 
 _ALIGNMENT = ("upper_left", "lower_right")
 _ALGORITHMS = ("auto", "tiled", "materialised")
+# What auto becomes where backward is to follow: scores have to be made there as they were in forward, to the last bit.
+_AUTO_WITH_BACKWARD = "auto_with_backward"
 # Scores of one block of query rows that the twin holds at a time: 64 MiB in float32.
 _BLOCK_SCORES = 2**24
 
@@ -52,7 +54,7 @@ def attention(
         algorithm: of the Metal kernels; the eager twin has one of its own. ``"tiled"`` passes blocks of keys by blocks
             of queries, never holds all scores, and skips what is hidden; heads of up to 256 numbers. ``"materialised"``
             holds the scores of one head at a time, for products of whole matrices. ``"auto"`` chooses, by the table in
-            csrc/geometry.h.
+            csrc/geometry.h, and where no gradient is needed takes `decode_attention`'s kernel for up to 8 queries.
 
     Returns:
         ``[B, H, Q, Dv]`` in q's dtype, laid out in memory as ``[B, Q, H, Dv]``, so that heads join without a copy.
@@ -442,6 +444,8 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, *options):
+        if options[-1] == "auto":
+            options = (*options[:-1], _AUTO_WITH_BACKWARD)
         o, lse = _attention.below_autograd(q, k, v, mask, *options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
