@@ -273,3 +273,65 @@ def test_peak_memory_of_attention(dtype: torch.dtype) -> None:
 def test_causal_attention_skips_tiles(dtype: torch.dtype, counted_device: torch.device) -> None:
     """In tiles of 32 x 32, 8 rows of 1 to 8 are 36 of 64. At 2,048 tokens it is 0.508."""
     assert forward_flops(256, dtype) == 36 / 64
+
+
+# ---- attention to a cache
+
+
+def _attended(
+    heads: int, kv_heads: int, queries: int, keys: int, dtype: torch.dtype, count_kernels, page_size: int = 0
+):
+    q = _random((1, heads, queries, 64), dtype)
+    k, v = (_random((1, kv_heads, keys, 64), dtype) for _ in range(2))
+    arguments, op = (q, k, v, None, None, 0.125, None, None), OPS.decode_attention
+    if page_size:
+        pages = [t[0].transpose(0, 1).reshape(-1, page_size, kv_heads, 64) for t in (k, v)]
+        tables = torch.arange(keys // page_size, dtype=torch.int32, device="mps")[None]
+        lengths = torch.full((1,), keys, dtype=torch.int32, device="mps")
+        arguments, op = (q, *pages, tables, lengths, 0.125, None, None), OPS.paged_attention
+    with count_kernels() as c:
+        op(*arguments)
+    return c, k.nbytes
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "keys"),
+    [(9, 3, 1, 256), (32, 8, 1, 2048), (8, 8, 1, 200), (32, 1, 1, 1536), (8, 2, 8, 256), (32, 2, 8, 160)],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_is_read_once_for_32_rows(
+    heads: int, kv_heads: int, queries: int, keys: int, page_size: int, dtype: torch.dtype, count_kernels
+) -> None:
+    """All heads that share keys and values, and all queries, read them together. Two passes read them as often as
+    one."""
+    if page_size:
+        keys -= keys % page_size
+    c, nbytes = _attended(heads, kv_heads, queries, keys, dtype, count_kernels, page_size)
+    main, *join = c.kernels.values()
+    times = -(-heads // kv_heads * queries // 32)
+    for name in "kv":
+        assert main.buffer(name).unique_read == nbytes
+        assert main.buffer(name).read == times * nbytes
+    assert c.total.dispatches == 1 + len(join)
+    assert len(join) == (keys >= 1024 and times == 1)
+
+
+def test_threadgroup_memory_does_not_grow_with_the_context(count_kernels) -> None:
+    used = [_attended(8, 1, 1, keys, torch.float32, count_kernels)[0].total.threadgroup_memory for keys in (64, 4096)]
+    assert used[0] == used[1] <= 32768
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_is_written_once(dtype: torch.dtype, count_kernels) -> None:
+    k, v = (_random((7, 3, 64), dtype) for _ in range(2))
+    k_pages, v_pages = (_random((9, 8, 3, 64), dtype) for _ in range(2))
+    slots = torch.tensor([0, 70, 9, 33, 1, -1, 100], device="mps")
+    with count_kernels() as c:
+        ops.paged_cache_write(k, v, k_pages, v_pages, slots)
+    (kernel,) = c.kernels.values()
+    assert c.total.dispatches == 1
+    assert c.total.threadgroup_memory == 0
+    for new, pages in (("k", "k_pages"), ("v", "v_pages")):  # of 5 tokens: two are left out
+        assert kernel.buffer(new).read == kernel.buffer(new).unique_read == 5 * k[0].nbytes
+        assert kernel.buffer(pages).written == kernel.buffer(pages).unique_written == 5 * k[0].nbytes

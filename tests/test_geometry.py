@@ -57,3 +57,27 @@ def test_a_row_to_a_threadgroup(columns, vectors, max_threads, threads):
 def test_independent_pieces(needed, max_threads, groups, threads):
     native = importlib.import_module("torch_metalk._C")
     assert native.elementwise_geometry(needed, max_threads) == (groups, threads)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kv_heads", "rows", "keys", "value_dim", "large", "plan"),
+    [
+        # Rows of a threadgroup, blocks of them, chunks; vectors of a value and the lanes for them.
+        (1, 8, 1, 511, 128, False, (8, 1, 1, 32, 32)),
+        (1, 8, 1, 1024, 128, False, (8, 1, 2, 32, 32)),
+        (1, 8, 4, 2**20, 128, False, (8, 1, 8, 32, 32)),
+        (1, 8, 4, 2**20, 128, True, (8, 1, 32, 32, 32)),
+        (1, 1, 8, 2**30, 64, False, (8, 1, 64, 16, 16)),
+        (1, 1, 8, 2**30, 64, True, (8, 1, 64, 16, 16)),
+        (64, 8, 8, 2**20, 256, False, (8, 1, 1, 64, 32)),
+        (1, 1, 9, 100, 256, False, (32, 1, 1, 32, 32)),
+        (1, 1, 32, 100, 64, False, (32, 1, 1, 8, 8)),
+        (1, 1, 33, 100, 80, False, (32, 2, 1, 10, 16)),
+        (1, 2, 256, 4096, 1, False, (32, 8, 4, 1, 1)),
+        (1, 1, 1, 1, 1, False, (8, 1, 1, 1, 1)),
+        (1, 1, 1, 1, 5, False, (8, 1, 1, 2, 2)),
+    ],
+)
+def test_decoding(sequences, kv_heads, rows, keys, value_dim, large, plan):
+    native = importlib.import_module("torch_metalk._C")
+    assert native.plan_decode(sequences, kv_heads, rows, keys, value_dim, large) == plan

@@ -12,7 +12,7 @@ from torch_metalk.ops._operator import compute_dtype, define
 from torch_metalk.ops.attention import _check, _eager_options, _empty_like_output, _numbers, _Options
 
 #: Queries of a sequence that the operator takes, and components of a head.
-_MOST_QUERIES, _MOST_COMPONENTS = 8, 256
+MOST_QUERIES, MOST_COMPONENTS = 8, 256
 
 
 def decode_attention(
@@ -57,11 +57,11 @@ def decode_attention(
 
 
 def _check_queries(op: str, q: Tensor, v: Tensor, v_name: str = "v") -> None:
-    if q.shape[2] > _MOST_QUERIES:
-        _checks.refuse(op, "q", f"of {q.shape[2]} queries", f"at most {_MOST_QUERIES}; attention takes more")
+    if q.shape[2] > MOST_QUERIES:
+        _checks.refuse(op, "q", f"of {q.shape[2]} queries", f"at most {MOST_QUERIES}; attention takes more")
     for name, t in (("q", q), (v_name, v)):
-        if t.shape[-1] > _MOST_COMPONENTS:
-            _checks.refuse(op, name, f"of head dim {t.shape[-1]}", f"at most {_MOST_COMPONENTS}")
+        if t.shape[-1] > MOST_COMPONENTS:
+            _checks.refuse(op, name, f"of head dim {t.shape[-1]}", f"at most {MOST_COMPONENTS}")
 
 
 def _check_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, options: _Options) -> None:

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_metalk import ops
+from torch_metalk.paged_cache import IMPLEMENTATION, PagedStep
 from torch_metalk.patching import families
-
-#: The name under which transformers knows it: ``config._attn_implementation``.
-IMPLEMENTATION = "torch_metalk"
 
 #: Arguments that change the meaning of a call and that the operator does not do, and what they are.
 _UNSUPPORTED = {
@@ -45,6 +43,7 @@ def attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    paged_step: PagedStep | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention as transformers calls it.
@@ -58,6 +57,8 @@ def attention_forward(
         dropout: attention dropout; above 0 the call goes to the stock implementation. So do calls with attention sinks,
             a position bias, a mask of heads or a mask that requires a gradient, calls that ask an eager model for
             attention weights, and calls from a model that `patch` has not seen.
+        paged_step: what the caller of the model passes on where keys and values are in a `PagedCache`. Lengths and
+            positions are in it: masks do not count then.
 
     Returns:
         ``[B, Q, H, D]``, contiguous, and None for the attention weights.
@@ -65,6 +66,13 @@ def attention_forward(
     Raises:
         ValueError, TypeError: as `ops.attention`; a mask that is narrower or wider than the keys among them.
     """
+    if paged_step is not None:
+        if not getattr(module, "is_causal", True) or dropout > 0 or _wants_more(module, kwargs):
+            raise ValueError("paged_step: this attention is not causal, or asks for more than a PagedCache does")
+        output = paged_step.attend(
+            module.layer_idx, query, key, value, scale=scaling, sliding_window=sliding_window, softcap=softcap
+        )
+        return output.transpose(1, 2), None
     causal = query.shape[2] > 1 and attention_mask is None
     causal = causal and (is_causal if is_causal is not None else getattr(module, "is_causal", True))
     learned_mask = attention_mask is not None and attention_mask.requires_grad
