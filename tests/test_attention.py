@@ -364,6 +364,40 @@ def test_wide_heads(head_dim, device):
             ops.attention(**tensors, algorithm="tiled")
 
 
+@pytest.mark.parametrize("restriction", ["none", "causal", "window", "mask", "bias"])
+@pytest.mark.parametrize("dims", [(40, 24), (128, 128), (136, 256)], ids=str)
+def test_blocks_in_checked_mode(dims, restriction, checked_device):
+    """Several blocks of rows and of keys, each way that a block can be left out or spoilt: no race, no access outside.
+
+    The first of the keys that nobody may see are not finite, and lie where they share a block with others.
+    """
+    made = qkv(1, 2, 1, 37, 70, dims[0], dims[1])
+    options = {
+        "none": {},
+        "causal": {"is_causal": True, "causal_alignment": "lower_right"},
+        "window": {"is_causal": True, "sliding_window": 9, "softcap": 4.0},
+        "mask": {"mask": torch.rand(37, 70) > 0.5},
+        "bias": {"mask": torch.randn(1, 2, 37, 70)},
+    }[restriction]
+    if "mask" in options:
+        hidden = torch.zeros(70, dtype=torch.bool)
+        hidden[32:64] = hidden[5:9] = True  # a whole block too
+        mask = options["mask"]
+        options["mask"] = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, -math.inf)
+    definition = functools.partial(stock, **options)
+    names, incoming = list(made), [torch.randn(1, 2, 37, dims[1])]
+    measure, measure_grads = run(definition, made, names, incoming)
+    exact, exact_grads = run(definition, {n: t.double() for n, t in made.items()}, names, [incoming[0].double()])
+    tensors = {n: t.to(checked_device) for n, t in made.items()}
+    if "mask" in options:
+        options["mask"] = options["mask"].to(checked_device)
+        for name in ("k", "v"):
+            tensors[name][:, :, 5:7] = math.nan
+    found, grads = run(functools.partial(ops.attention, algorithm="tiled", **options), tensors, names, incoming)
+    for name, *triple in zip(("o", *names), found + grads, measure + measure_grads, exact + exact_grads, strict=True):
+        assert_accurate(*triple, name, 8.0)  # as in tests/test_attention_matrix.py
+
+
 @pytest.mark.parametrize("limit", [1, 3, 7])
 def test_long_calls_take_several_dispatches(limit, device):
     """Cut after this many threadgroups of the forward kernel, results are the same bits."""
