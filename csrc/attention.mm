@@ -116,10 +116,10 @@ bool is_aligned(const at::Tensor& t) {
 
 namespace {
 
-// A gradient laid out in memory as the tensor it belongs to, as far as that has no gaps and kernels can write it.
-at::Tensor empty_gradient(const at::Tensor& t) {
-  at::Tensor gradient = at::empty_like(t);
-  return dense_rows(gradient).is_same(gradient) ? gradient : empty_contiguous(t);
+// Gradients are laid out in memory as the tensor they belong to, as far as that has no gaps. Where kernels cannot write
+// them so, they are copied to where they belong.
+at::Tensor writable(const at::Tensor& gradient) {
+  return dense_rows(gradient).is_same(gradient) ? gradient : empty_contiguous(gradient);
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -376,7 +376,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
   CHECK_VALUE(d_o.sizes() == o.sizes(), op, "do", shape_of(d_o), "the shape of the output, ", tuple(o.sizes()));
   CHECK_VALUE(lse.sizes() == q.sizes().slice(0, 3), op, "lse", shape_of(lse), "one per query row, ",
               tuple(q.sizes().slice(0, 3)));
-  at::Tensor dq = empty_gradient(q), dk = empty_gradient(k), dv = empty_gradient(v);
+  at::Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
   if (o.numel() == 0 || k.size(2) == 0) {
     dq.zero_();
     dk.zero_();
@@ -388,9 +388,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
   const at::Tensor row_lse = lse.to(at::kFloat).contiguous();
   call.params.o = strides_of(output);
   call.params.d_o = strides_of(incoming);
-  call.params.dq = strides_of(dq);
-  call.params.dk = strides_of(dk);
-  call.params.dv = strides_of(dv);
+  const at::Tensor dq_rows = writable(dq), dk_rows = writable(dk), dv_rows = writable(dv);
+  call.params.dq = strides_of(dq_rows);
+  call.params.dk = strides_of(dk_rows);
+  call.params.dv = strides_of(dv_rows);
   const bool tiled = choose(op, call, algorithm, false) == AttentionWay::kTiled;
 
   const at::Tensor statistics =
@@ -406,9 +407,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tens
   dispatch(launch,
            {call.q, call.k, call.mask.seen, call.mask.bias, output, incoming, row_lse, statistics, call.params});
   if (tiled) {
-    encode_tiled_backward(call, incoming, statistics, dq, dk, dv);
+    encode_tiled_backward(call, incoming, statistics, dq_rows, dk_rows, dv_rows);
   } else {
-    encode_materialised_backward(call, incoming, statistics, dq, dk, dv, options.restricts());
+    encode_materialised_backward(call, incoming, statistics, dq_rows, dk_rows, dv_rows, options.restricts());
+  }
+  const std::pair<at::Tensor, at::Tensor> results[] = {{dq, dq_rows}, {dk, dk_rows}, {dv, dv_rows}};
+  for (const auto& [gradient, rows] : results) {
+    if (!rows.is_same(gradient)) {
+      gradient.copy_(rows);
+    }
   }
   return {dq, dk, dv};
 }

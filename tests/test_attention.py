@@ -427,6 +427,17 @@ def test_blocks_of_rows_agree_with_one_block(device, monkeypatch):
         assert_rounding_only(a, b)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 3, 2), (3, 2, 1, 0), (0, 2, 1, 3)], ids=str)
+def test_gradients_lie_as_their_tensors_do(order, device, attend):
+    """Which is what the shape rule says, and a compiler counts on."""
+    tensors = {
+        n: t.permute(order).contiguous().permute(*torch.tensor(order).argsort()).to(device) for n, t in qkv().items()
+    }
+    _, grads = run(attend, tensors, list(tensors))
+    for grad, t in zip(grads, tensors.values(), strict=True):
+        assert grad.stride() == torch.empty_like(t).stride()
+
+
 def test_heads_join_without_a_copy(device, attend):
     tensors = {n: t.to(device) for n, t in qkv().items()}
     for kwargs in ({}, {"softcap": 1.0}):

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention import forward_flops, tiled, training_memory
+from benchmarks.attention import forward_flops, materialised, tiled, training_memory
+from tests.conftest import count
 from torch_metalk import ops
 
 SHAPES = [(512, 5632), (4, 9, 512, 64)]
@@ -273,6 +274,35 @@ def test_peak_memory_of_attention(dtype: torch.dtype) -> None:
 def test_causal_attention_skips_tiles(dtype: torch.dtype, counted_device: torch.device) -> None:
     """In tiles of 32 x 32, 8 rows of 1 to 8 are 36 of 64. At 2,048 tokens it is 0.508."""
     assert forward_flops(256, dtype) == 36 / 64
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["bool", "additive"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_skips_what_a_mask_hides(dtype: torch.dtype, bias: bool, counted_device: torch.device) -> None:
+    """Two sequences in one, and padding: 2 x 2 tiles of 32 x 32 see each other, and 1 more; 3 of 8 columns are padding.
+    Backward, with five products a tile and two a second time, skips them too."""
+    seen = torch.zeros(256, 256, dtype=torch.bool)
+    seen[:64, :64] = seen[64:96, 64:96] = True
+    mask = torch.zeros(256, 256).masked_fill_(~seen, -torch.inf) if bias else seen
+    tensors = [_random((1, 1, 256, 64), dtype) for _ in range(4)]
+    call = (mask.to(counted_device), False, False, 0.125, None, None, "tiled")
+    product = 5 * 2 * 32 * 32 * 64
+    with count() as forward:
+        o, lse = OPS.attention(*tensors[:3], *call)
+    assert forward.total.matrix_flops == 2 * product
+    with count() as backward:
+        OPS.attention_backward(tensors[3], *tensors[:3], o, lse, *call)
+    assert backward.total.matrix_flops == 7 * product
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_peak_memory_of_materialised_attention(dtype: torch.dtype) -> None:
+    """Scores of one head at a time, and in backward their gradients; sums over heads that share keys, in float32; q, k
+    and do once more, with 0 for what is not finite."""
+    q, rows, scores = 9 * 256 * 64, 9 * 256, 256 * 256 * 4
+    results = (q + q + 2 * q // 3) * dtype.itemsize + rows * (4 + 16)
+    finite, sums = (q + q // 3 + q) * dtype.itemsize, 2 * q // 3 * 4
+    assert training_memory(materialised, 256, dtype) == results + finite + sums + 2 * scores
 
 
 # ---- attention to a cache
