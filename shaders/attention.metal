@@ -33,12 +33,13 @@ inline float row_max(float value) {
   return max(value, simd_shuffle_xor(value, 2));
 }
 
-// A simdgroup's sums: 8 rows of 8 N columns.
+// A simdgroup's sums: 8 rows of 8 N columns. Loops over them are unrolled, for they have to stay in registers.
 template <uint N>
 struct Strip {
   simdgroup_float8x8 sums[N];
 
   Strip() {
+#pragma unroll
     for (uint i = 0; i < N; ++i) {
       sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     }
@@ -50,6 +51,7 @@ struct Strip {
     for (uint d = 0; d < depth; d += 8) {
       simdgroup_matrix<Stage, 8, 8> rows, columns;
       simdgroup_load(rows, a + d, stride);
+#pragma unroll
       for (uint i = 0; i < N; ++i) {
         simdgroup_load(columns, b + 8 * i * stride + d, stride, ulong2(0), true);
         simdgroup_multiply_accumulate(sums[i], rows, columns, sums[i]);
@@ -64,6 +66,7 @@ struct Strip {
     for (uint d = 0; d < depth; d += 8) {
       simdgroup_matrix<Stage, 8, 8> rows, part;
       simdgroup_load(rows, a + d, a_stride);
+#pragma unroll
       for (uint i = 0; i < N; ++i) {
         if (8 * i < columns) {
           simdgroup_load(part, b + d * b_stride + 8 * i, b_stride);
@@ -75,16 +78,31 @@ struct Strip {
 
   // The sums in threadgroup memory, since which lane holds which of them is the hardware's business.
   void store(threadgroup float* scratch, uint stride) const {
+#pragma unroll
     for (uint i = 0; i < N; ++i) {
       simdgroup_store(sums[i], scratch + 8 * i, stride);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 
+  // Multiplies the lane's row by `factor`.
+  void scale(threadgroup float* scratch, uint stride, float factor, LaneRole role) {
+#pragma unroll
+    for (uint i = 0; i < N; ++i) {
+      simdgroup_store(sums[i], scratch, stride);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      *reinterpret_cast<threadgroup float2*>(scratch + role.row * stride + 2 * role.column) *= factor;
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      simdgroup_load(sums[i], scratch, stride);
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
   // Multiplies the lane's row by `factor`, and leaves the result in device memory where `inside`. `scratch` has room
   // for 8 rows of W columns.
   template <uint W, typename T>
   void write(threadgroup float* scratch, device T* row, uint columns, bool inside, float factor, LaneRole role) const {
+#pragma unroll
     for (uint i = 0; i < N; i += W / 8) {
       if (8 * i >= columns) {
         break;
@@ -300,34 +318,18 @@ template <typename T, uint D, uint R, uint C>
 
     float factor = 1.0f;
     if ((largest - maximum) * p.scoring.exponent > slack) {
-      factor = maximum == -INFINITY ? 1.0f : weight(maximum, largest, p.scoring);
+      factor = maximum == -INFINITY ? 1.0f : weight(maximum, largest, p.scoring);  // of nothing yet
       maximum = largest;
     }
     total *= factor;
-    if (bad || simd_any(factor != 1.0f)) {
-      uint visible = 0;  // keys of the block, one bit each
-      for (uint i = 0; i < C / 4; ++i) {
-        visible |= uint(biases[i] != -INFINITY) << (role.column + 4 * i);
-      }
-      visible |= simd_shuffle_xor(visible, 1);
-      visible |= simd_shuffle_xor(visible, 2);
-      for (uint i = 0; i < D / 8; ++i) {
-        if (8 * i < p.value_dim) {
-          simdgroup_store(output.sums[i], sums, M::sum_stride);
-          simdgroup_barrier(mem_flags::mem_threadgroup);
-          for (uint c = 2 * role.column; c < 2 * role.column + 2; ++c) {
-            threadgroup float& sum = sums[role.row * M::sum_stride + c];
-            sum *= factor;
-            // A value that is not finite, and 0 in the tile, still spoils what sees it.
-            for (uint j = 0; bad && j < C && 8 * i + c < p.value_dim; ++j) {
-              if ((visible >> j & 1) && !isfinite(float(v[(block + j) * p.v.row + 8 * i + c]))) {
-                sum = NAN;
-              }
-            }
-          }
-          simdgroup_barrier(mem_flags::mem_threadgroup);
-          simdgroup_load(output.sums[i], sums, M::sum_stride);
-          simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (simd_any(factor != 1.0f)) {
+      output.scale(sums, M::sum_stride, factor, role);
+    }
+    // A value that is not finite, and 0 in the tile, still spoils the rows that see it.
+    for (uint i = 0; bad && i < C / 4; ++i) {
+      for (uint c = 0; biases[i] != -INFINITY && c < p.value_dim; ++c) {
+        if (!isfinite(float(v[(block + role.column + 4 * i) * p.v.row + c]))) {
+          scores[i] = NAN;
         }
       }
     }
