@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import torch_metalk
 from tests.conftest import WITH_DEVICE
-from torch_metalk import _doctor, _extension, doctor
+from torch_metalk import __main__, _doctor, _extension, doctor
 
 OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "matmul", "matmul_rows_split"} | {
     name + form for name in ("swiglu", "geglu") for form in ("", "_packed")
@@ -98,6 +99,8 @@ def test_command_line_table():
     assert done.stdout == f"{doctor()}\n"
 
 
-def test_command_line_errors():
-    done = command_line("docter")
-    assert done.returncode == 2 and "usage: python -m torch_metalk" in done.stderr
+def test_command_line_errors(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torch_metalk", "docter"])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code == 2 and "usage: python -m torch_metalk" in capsys.readouterr().err

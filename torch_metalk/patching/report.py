@@ -20,9 +20,10 @@ class PatchReport:
 
     Attributes:
         patched: `Line` for each module class and operator in use, with the number of modules; `reason` is empty where
-            they call the operator, or says what happens at present instead: that calls run stock code (a LoRA layer
-            that is merged, say), or that the call is made by an operator of the module around (a LoRA layer of a fused
-            MLP). Settings that decide about it, like dropout and adapters, are those at the time of the report.
+            they call the operator, or says what happens instead: that calls run stock code at present (a LoRA layer
+            that is merged, say) or in training (attention with dropout), or that the call is made by an operator of the
+            module around (a LoRA layer of a fused MLP). Settings that decide about it, like dropout and adapters, are
+            those at the time of the report.
         skipped: `Line` for each candidate that was left alone; `reason` says why.
     """
 
