@@ -18,7 +18,7 @@ from torch_metalk import __main__, _doctor, _extension, doctor
 OPERATORS = {"rms_norm", "rope", "rope_positions", "softmax", "attention", "matmul", "matmul_rows_split"} | {
     name + form for name in ("swiglu", "geglu") for form in ("", "_packed")
 }
-OPERATORS |= {"lora_linear", "lora_qkv", "lora_mlp"}
+OPERATORS |= {"lora_linear", "lora_qkv", "lora_mlp", "decode_attention", "paged_attention", "paged_cache_write"}
 
 
 def test_keys_and_values():
