@@ -2,6 +2,7 @@
 
 #include "checks.h"
 #include "decode_attention.h"
+#include "layout.h"
 
 namespace torch_metalk {
 namespace {
@@ -33,6 +34,8 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& q,
   CHECK_VALUE(block_tables.dim() == 2, op, "block_tables", shape_of(block_tables), "rank 2, [B, pages of a sequence]");
   check_index(op, "block_tables", block_tables, {q.size(0), block_tables.size(1)}, q);
   check_index(op, "context_lens", context_lens, {q.size(0)}, q);
+  CHECK_VALUE(block_tables.size(1) * k_pages.size(1) <= kMaxCount && k_pages.size(0) <= kMaxCount, op, "block_tables",
+              shape_of(block_tables), "at most 2^31 - 1 pages, and keys of a sequence");
   return attend_to_cache(q, {k_pages.transpose(1, 2), v_pages.transpose(1, 2), context_lens, block_tables}, options);
 }
 

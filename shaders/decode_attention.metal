@@ -18,7 +18,7 @@ constant constexpr uint most_columns = 256;
 // The weight of a key that is hidden. Added like any other it changes nothing, but where a value is not finite it tells
 // the key from one that is seen and has lost all weight.
 constant constexpr float hidden = -0.0f;
-inline bool is_hidden(float weight) { return as_type<uint>(weight) == 0x80000000u; }
+inline bool is_hidden(float weight) { return weight == 0.0f && signbit(weight); }
 
 // How the rows of a threadgroup are shared out. Weights times values of 8 rows fit into a simdgroup's registers, and
 // each simdgroup has keys and a softmax of its own; of 32 rows each simdgroup has a quarter of the columns, and the

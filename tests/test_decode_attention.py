@@ -102,7 +102,7 @@ def test_every_number_of_queries(queries, device):
     check(tensors(queries, lengths=(5, 40)), device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),

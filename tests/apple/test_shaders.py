@@ -14,6 +14,7 @@ from . import air, recording, stand_in
 from .conftest import replace
 
 ROOT = Path(__file__).resolve().parents[2]
+COPIES = {"paged_cache_write"}  # do nothing but load and store
 SHADERS = sorted((ROOT / "shaders").glob("*.metal"))
 
 
@@ -47,7 +48,7 @@ def test_apples_compiler_has_no_objection(path: Path, recorded: list[recording.L
 def unknown_functions(path: Path) -> list[str]:
     shader = stand_in.read_shader(path)
     used = stand_in.library_functions(shader.syntax_tree(instantiate(shader)))
-    assert used, "every kernel uses some function of Metal's library"
+    assert used or path.stem in COPIES, "every kernel that calculates uses some function of Metal's library"
     calls = {(name, air.element_type(argument)) for name, argument in used}
     return sorted(f"{name}({element})" for name, element in calls if air.proof(name, element) is None)
 
