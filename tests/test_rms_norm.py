@@ -138,7 +138,8 @@ def test_also_float32_is_an_output_of_the_operator(device):
     y, _, twin = op(x, weight, 1e-6, 0.0, True, True)
     assert torch.equal(twin, y.float())
     for also_float32 in (False, True):
-        torch.library.opcheck(op.default, (x, weight, 1e-6, 0.0, True, also_float32), test_utils=_opchecks(device))
+        checks = _opchecks(x.dtype, device)
+        torch.library.opcheck(op.default, (x, weight, 1e-6, 0.0, True, also_float32), test_utils=checks)
     compiled = torch.compile(functools.partial(ops.rms_norm, also_float32=True), backend="aot_eager", fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(compiled(x, weight), (y, twin), strict=True))
 
