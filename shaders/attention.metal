@@ -367,9 +367,9 @@ template <typename T>
                                      device const bool* seen [[buffer(2)]],
                                      device const float* bias [[buffer(3)]],
                                      device const T* o [[buffer(4)]],
-                                     device const T* d_o [[buffer(5)]],        // [B, H, Q, Dv] by strides
-                                     device const float* lse [[buffer(6)]],    // [B, H, Q]
-                                     device float4* statistics [[buffer(7)]],  // [B, H, Q]: shift, w, sum, nothing
+                                     device const T* d_o [[buffer(5)]],       // [B, H, Q, Dv] by strides
+                                     device const float* lse [[buffer(6)]],   // [B, H, Q]
+                                     device float* statistics [[buffer(7)]],  // [B, H, Q, 4]: shift, w, sum, nothing
                                      constant AttentionParams& p [[buffer(8)]],
                                      uint3 group [[threadgroup_position_in_grid]],
                                      uint lane [[thread_index_in_simdgroup]],
@@ -416,8 +416,12 @@ template <typename T>
     w = 1.0f / simd_sum(sum);
   }
   if (lane == 0) {
-    statistics[row] = float4(shift, w, delta, 0.0f);
+    *reinterpret_cast<device float4*>(statistics + 4 * row) = float4(shift, w, delta, 0.0f);
   }
+}
+
+inline float4 row_statistics(device const float* statistics, ulong row) {
+  return *reinterpret_cast<device const float4*>(statistics + 4 * row);
 }
 
 // The gradient of a product, from that of its weight. What is hidden has none, whatever its numbers are.
@@ -443,9 +447,9 @@ template <typename T, uint D, uint R, uint C>
     device const T* v [[buffer(2)]],
     device const bool* seen [[buffer(3)]],
     device const float* bias [[buffer(4)]],
-    device const T* d_o [[buffer(5)]],              // [B, H, Q, Dv] by strides
-    device const float4* statistics [[buffer(6)]],  // [B, H, Q], of attention_statistics
-    device T* dq [[buffer(7)]],                     // [B, H, Q, D] by strides
+    device const T* d_o [[buffer(5)]],             // [B, H, Q, Dv] by strides
+    device const float* statistics [[buffer(6)]],  // [B, H, Q, 4], of attention_statistics
+    device T* dq [[buffer(7)]],                    // [B, H, Q, D] by strides
     constant AttentionParams& p [[buffer(8)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_position_in_threadgroup]],
@@ -472,7 +476,8 @@ template <typename T, uint D, uint R, uint C>
   stage_rows<R, D, M::threads>(do_tile, d_o + offset_of(queries.batch, queries.head, queries.first, p.d_o), p.d_o.row,
                                p.queries - queries.first, p.value_dim, thread_index);
   const float4 row =
-      inside ? statistics[(ulong(queries.batch) * p.heads + queries.head) * p.queries + queries.own] : float4(0.0f);
+      inside ? row_statistics(statistics, (ulong(queries.batch) * p.heads + queries.head) * p.queries + queries.own)
+             : float4(0.0f);
 
   Strip<D / 8> output;
   uint turn = 0;
@@ -546,10 +551,10 @@ template <typename T, uint D, uint R, uint C, bool apart>
     device const T* v [[buffer(2)]],
     device const bool* seen [[buffer(3)]],
     device const float* bias [[buffer(4)]],
-    device const T* d_o [[buffer(5)]],              // [B, H, Q, Dv] by strides
-    device const float4* statistics [[buffer(6)]],  // [B, H, Q], of attention_statistics
-    device T* dk [[buffer(7)]],                     // [B, Hkv, K, D] by strides
-    device T* dv [[buffer(8)]],                     // [B, Hkv, K, Dv] by strides
+    device const T* d_o [[buffer(5)]],             // [B, H, Q, Dv] by strides
+    device const float* statistics [[buffer(6)]],  // [B, H, Q, 4], of attention_statistics
+    device T* dk [[buffer(7)]],                    // [B, Hkv, K, D] by strides
+    device T* dv [[buffer(8)]],                    // [B, Hkv, K, Dv] by strides
     constant AttentionParams& p [[buffer(9)]],
     uint3 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_position_in_threadgroup]],
@@ -584,7 +589,7 @@ template <typename T, uint D, uint R, uint C, bool apart>
   for (uint head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
     device const T* q_head = q + offset_of(batch, head, 0, p.q);
     device const T* do_head = d_o + offset_of(batch, head, 0, p.d_o);
-    device const float4* rows = statistics + (ulong(batch) * p.heads + head) * p.queries;
+    const ulong first_statistics = (ulong(batch) * p.heads + head) * p.queries;
     const ulong mask = batch * p.scoring.mask_batch + head * p.scoring.mask_head + own * p.scoring.mask_key;
     for (uint block = first_span.first / C * C; block < last_span.end; block += C) {
       const bool partly =
@@ -638,7 +643,7 @@ template <typename T, uint D, uint R, uint C, bool apart>
         simdgroup_barrier(mem_flags::mem_threadgroup);
         for (uint i = 0; i < C / 4; ++i) {
           const uint query = block + role.column + 4 * i;
-          const float4 row = query < p.queries ? rows[query] : float4(0.0f);
+          const float4 row = query < p.queries ? row_statistics(statistics, first_statistics + query) : float4(0.0f);
           const Gradient gradient(products[i], gradients[i], biases[i], row, p.scoring);
           gradients[i] = gradient.product;
           weights[role.row * M::weight_stride + role.column + 4 * i] = Stage(gradient.weight);
@@ -747,7 +752,7 @@ template <bool looped>
                                     device float* d_weights [[buffer(1)]],  // [Q, K]
                                     device const bool* seen [[buffer(2)]],  // [B, H, Q, K] by strides, or unbound
                                     device const float* bias [[buffer(3)]],
-                                    device const float4* statistics [[buffer(4)]],  // [Q], of attention_statistics
+                                    device const float* statistics [[buffer(4)]],  // [Q, 4], of attention_statistics
                                     constant AttentionParams& p [[buffer(5)]],
                                     uint2 group [[threadgroup_position_in_grid]],
                                     uint2 thread_index [[thread_position_in_threadgroup]],
@@ -762,7 +767,7 @@ template <bool looped>
   for (uint i = 0; i < 4; ++i) {
     const float hidden =
         span.has(key + i) ? mask_bias(seen, bias, mask + (key + i) * p.scoring.mask_key, p.scoring) : -INFINITY;
-    const Gradient gradient(weights[i], gradients[i], hidden, statistics[query], p.scoring);
+    const Gradient gradient(weights[i], gradients[i], hidden, row_statistics(statistics, query), p.scoring);
     weights[i] = gradient.weight;
     gradients[i] = gradient.product;
   }
