@@ -14,6 +14,7 @@ constant bool paged [[function_constant(1)]];
 
 constant constexpr uint simdgroups = 4, threads = 128;
 constant constexpr uint simd_keys = 32;  // of a simdgroup at a time
+constant constexpr uint step_keys = simdgroups * simd_keys;
 constant constexpr uint most_columns = 256;
 // The weight of a key that is hidden. Added like any other it changes nothing, but where a value is not finite it tells
 // the key from one that is seen and has lost all weight.
@@ -57,6 +58,190 @@ inline void load(device const T* row, uint i, uint count, thread float2& to) {
 inline float log_sum(float maximum, float sum, constant AttentionScoring& s) {
   return sum == 0.0f ? 0.0f : (maximum + log2(sum) / s.exponent) * s.natural;
 }
+
+// Of eight numbers in each of eight neighbouring lanes, the sum of those that have the lane's place among the eight.
+inline float sum_of_lane(thread const float* values, uint lane) {
+  float four[4], two[2];
+  for (uint i = 0; i < 4; ++i) {
+    const bool upper = lane & 4;
+    four[i] = (upper ? values[i + 4] : values[i]) + simd_shuffle_xor(upper ? values[i] : values[i + 4], ushort(4));
+  }
+  for (uint i = 0; i < 2; ++i) {
+    const bool upper = lane & 2;
+    two[i] = (upper ? four[i + 2] : four[i]) + simd_shuffle_xor(upper ? four[i] : four[i + 2], ushort(2));
+  }
+  const bool upper = lane & 1;
+  return (upper ? two[1] : two[0]) + simd_shuffle_xor(upper ? two[0] : two[1], ushort(1));
+}
+
+// What a threadgroup works on: `count` rows from `first` on, which are the queries of all heads that share a head of k
+// and v, and the keys of their sequence.
+struct Block {
+  uint sequence, kv_head, first, count;
+  uint keys;      // that the sequence has
+  long position;  // of its first query
+  constant DecodeParams& p;
+
+  uint query(uint row) const { return (first + row) % p.queries; }
+  uint head(uint row) const { return kv_head * p.group + (first + row) / p.queries; }
+  uint heads() const { return p.kv_heads * p.group; }
+  // Of a row among those of [batch, heads, queries].
+  ulong index(uint row) const { return (ulong(sequence) * heads() + head(row)) * p.queries + query(row); }
+
+  // The part of the keys which any query sees that a chunk has: whole steps of all simdgroups, but for the end.
+  Span chunk(uint chunk) const {
+    const uint start = keys_of(position, keys, p.scoring).first;
+    const uint end = keys_of(position + p.queries - 1, keys, p.scoring).end;
+    const uint steps = p.chunks * step_keys;
+    const uint length = end > start ? (end - start + steps - 1) / steps * step_keys : 0;
+    const uint from = min(start + chunk * length, end);
+    const Span span = {from, min(from + length, end)};
+    return span;
+  }
+};
+
+// Where the numbers of a key or a value lie, from those of its head on; `page` is the sequence's number where there are
+// no pages.
+template <typename T>
+inline device const T* row_of(
+    device const T* numbers, uint key, uint page, constant AttentionTensor& t, constant DecodeParams& p) {
+  return numbers + page * t.batch + (paged ? key & ((1u << p.page_bits) - 1) : key) * t.row;
+}
+
+// Numbers d to d + depth - 1 of the rows' queries, zeros behind their ends.
+template <uint depth, typename T>
+inline void stage_queries(threadgroup float4* to, device const T* q, uint d, Block block, uint thread_index) {
+  constant DecodeParams& p = block.p;
+  const uint vectors = (min(depth, p.head_dim - d) + 31) / 32 * 8;
+  for (uint i = thread_index; i < block.count * vectors; i += threads) {
+    const uint row = i / vectors, column = 4 * (i % vectors);
+    device const T* query = q + block.sequence * p.q.batch + block.head(row) * p.q.head + block.query(row) * p.q.row;
+    to[(row * depth + column) / 4] = load4(query, d + column, p.head_dim, aligned);
+  }
+}
+
+// Adds to the scores of a simdgroup's keys with all rows what these numbers of queries and keys give. Eight lanes work
+// on a key.
+template <uint rows, uint depth, typename T>
+inline void add_products(threadgroup float* scores,
+                         threadgroup const float4* queries,
+                         device const T* k,
+                         threadgroup const uint* pages,
+                         Span own,
+                         uint d,
+                         Block block,
+                         uint lane) {
+  constant DecodeParams& p = block.p;
+  const uint part = lane % 8;
+  for (uint j = lane / 8; own.first + j / 4 * 4 < own.end; j += 4) {
+    const uint key = own.first + j, page = paged ? pages[j] : block.sequence;
+    const bool there = key < own.end && page < p.pages;
+    device const T* key_row = row_of(k, key, page, p.k, p);
+    float4 numbers[depth / 32];
+    for (uint i = 0; i < depth / 32; ++i) {
+      numbers[i] = 0.0f;
+      if (there && d + 32 * i < p.head_dim) {
+        numbers[i] = load4(key_row, d + 32 * i + 4 * part, p.head_dim, aligned);
+      }
+    }
+    for (uint first = 0; first < rows; first += 8) {
+      if (first < block.count) {
+        float products[8];
+        for (uint r = 0; r < 8; ++r) {
+          products[r] = 0.0f;
+          for (uint i = 0; i < depth / 32; ++i) {
+            if (first + r < block.count && d + 32 * i < p.head_dim) {
+              products[r] += dot(numbers[i], queries[((first + r) * depth + 32 * i + 4 * part) / 4]);
+            }
+          }
+        }
+        const float product = sum_of_lane(products, lane);
+        threadgroup float& score = scores[j * rows + first + part];
+        score = d == 0 ? product : score + product;
+      }
+    }
+  }
+}
+
+// The softmax of one row, of which a lane has every stride-th key.
+template <uint rows>
+struct Softmax {
+  uint row;
+  float maximum, sum;
+
+  // Makes weights of the scores of a simdgroup's keys; returns the factor for what was weighted before.
+  float weigh(threadgroup float* scores,
+              device const bool* seen,
+              device const float* bias,
+              threadgroup const uint* pages,
+              threadgroup float* maxima,
+              Span own,
+              Block block,
+              uint lane,
+              uint simdgroup) {
+    constant AttentionScoring& scoring = block.p.scoring;
+    const uint stride = 32 / rows;
+    const Span visible = keys_of(block.position + block.query(row), block.keys, scoring);
+    const ulong mask_row = block.sequence * scoring.mask_batch + block.head(row) * scoring.mask_head +
+                           block.query(row) * scoring.mask_query;
+    float larger = -INFINITY;
+    for (uint j = lane / rows; j < simd_keys; j += stride) {
+      const uint key = own.first + j;
+      float score = -INFINITY;
+      if (row < block.count && key < own.end && visible.has(key) && (!paged || pages[j] < block.p.pages)) {
+        score = Score(scores[j * rows + row], scoring)
+                    .masked(mask_bias(seen, bias, mask_row + key * scoring.mask_key, scoring));
+      }
+      scores[j * rows + row] = score;
+      larger = max(larger, score);
+    }
+    for (uint bit = rows; bit < 32; bit *= 2) {
+      larger = max(larger, simd_shuffle_xor(larger, ushort(bit)));
+    }
+    if (Split<rows>::column_groups > 1) {
+      maxima[simdgroup * rows + row] = larger;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      for (uint s = 0; s < simdgroups; ++s) {
+        larger = max(larger, maxima[s * rows + row]);
+      }
+    }
+    larger = max(larger, maximum);
+    const float shift = shift_of(larger), factor = weight(maximum, shift, scoring);
+    float added = 0.0f;
+    for (uint j = lane / rows; j < simd_keys; j += stride) {
+      const float score = scores[j * rows + row];
+      const float w = score == -INFINITY ? hidden : weight(score, shift, scoring);
+      scores[j * rows + row] = w;
+      added += w;
+    }
+    for (uint bit = rows; bit < 32; bit *= 2) {
+      added += simd_shuffle_xor(added, ushort(bit));
+    }
+    sum = sum * factor + added;
+    maximum = larger;
+    return factor;
+  }
+
+  // Brings what the simdgroups have to one maximum and one sum; returns the factor for this simdgroup's.
+  float join(threadgroup float* maxima, threadgroup float* sums, Block block, uint lane, uint simdgroup) {
+    if (lane < rows) {
+      maxima[simdgroup * rows + row] = maximum;
+      sums[simdgroup * rows + row] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint s = 0; s < simdgroups; ++s) {
+      maximum = max(maximum, maxima[s * rows + row]);
+    }
+    sum = 0.0f;
+    float own = 0.0f;
+    for (uint s = 0; s < simdgroups; ++s) {
+      const float factor = weight(maxima[s * rows + row], shift_of(maximum), block.p.scoring);
+      sum += sums[s * rows + row] * factor;
+      own = s == simdgroup ? factor : own;
+    }
+    return own;
+  }
+};
 
 // Weighted sums of values: a lane's columns of every row.
 template <uint rows>
@@ -118,21 +303,6 @@ struct Sums {
   }
 };
 
-// Of eight numbers in each of eight neighbouring lanes, the sum of those that have the lane's place among the eight.
-inline float sum_of_lane(thread const float* values, uint lane) {
-  float four[4], two[2];
-  for (uint i = 0; i < 4; ++i) {
-    const bool upper = lane & 4;
-    four[i] = (upper ? values[i + 4] : values[i]) + simd_shuffle_xor(upper ? values[i] : values[i + 4], ushort(4));
-  }
-  for (uint i = 0; i < 2; ++i) {
-    const bool upper = lane & 2;
-    two[i] = (upper ? four[i + 2] : four[i]) + simd_shuffle_xor(upper ? four[i] : four[i + 2], ushort(2));
-  }
-  const bool upper = lane & 1;
-  return (upper ? two[1] : two[0]) + simd_shuffle_xor(upper ? two[0] : two[1], ushort(1));
-}
-
 // One chunk of the keys of one sequence, for up to `rows` rows of one head of k and v.
 template <typename T, uint rows>
 [[kernel]] [[max_total_threads_per_threadgroup(threads)]] void decode_attention(
@@ -159,230 +329,126 @@ template <typename T, uint rows>
   constexpr uint depth = 8 * most_columns / rows;  // of the queries, at a time
   // Rows of queries; in the end 8 rows of sums.
   threadgroup float4 memory[8 * most_columns / 4];
-  threadgroup float* queries = reinterpret_cast<threadgroup float*>(memory);
   // Scores of a key with all rows, then their weights.
-  threadgroup float4 weight_memory[simdgroups * simd_keys * rows / 4];
+  threadgroup float4 weight_memory[step_keys * rows / 4];
   threadgroup float* weights = reinterpret_cast<threadgroup float*>(weight_memory);
   threadgroup float factors[simdgroups * rows], maxima[simdgroups * rows], sums[simdgroups * rows];
-  threadgroup uint pages[simdgroups * simd_keys];  // of each key; p.pages where it has none
+  threadgroup uint pages[step_keys];  // of each key; p.pages where it has none
 
-  const uint sequence = group.z, kv_head = group.y / p.row_blocks;
-  const uint first_row = rows * (group.y % p.row_blocks), count = min(rows, p.group * p.queries - first_row);
+  const uint sequence = group.z, kv_head = group.y / p.row_blocks, first_row = rows * (group.y % p.row_blocks);
+  const uint keys = p.has_lengths ? uint(clamp(lengths[sequence], 0, int(p.keys))) : p.keys;
+  const Block block = {sequence,  kv_head,
+                       first_row, min(rows, p.group * p.queries - first_row),
+                       keys,      p.has_lengths ? long(keys) - long(p.queries) : long(p.position),
+                       p};
+  const Span chunk = block.chunk(group.x);
   k += kv_head * p.k.head;
   v += kv_head * p.v.head;
 
-  long position = p.position;
-  uint keys = p.keys;
-  if (p.has_lengths) {
-    keys = uint(clamp(lengths[sequence], 0, int(p.keys)));
-    position = long(keys) - long(p.queries);
-  }
-  // The chunk's part of the keys that any query sees.
-  constexpr uint step = simdgroups * simd_keys;
-  uint first = keys_of(position, keys, p.scoring).first, end = keys_of(position + p.queries - 1, keys, p.scoring).end;
-  const uint span = end > first ? (end - first + p.chunks * step - 1) / (p.chunks * step) * step : 0;
-  first = min(first + group.x * span, end);
-  end = min(first + span, end);
-
-  // This lane's row in the softmax, of which it has every key_stride-th key.
-  const uint row = lane % rows, key_stride = 32 / rows, row_query = (first_row + row) % p.queries;
-  const uint row_head = kv_head * p.group + (first_row + row) / p.queries;
-  const Span row_keys = keys_of(position + row_query, keys, p.scoring);
-  const ulong mask_row =
-      sequence * p.scoring.mask_batch + row_head * p.scoring.mask_head + row_query * p.scoring.mask_query;
-  float maximum = -INFINITY, sum = 0.0f;
-
-  // This lane's part of the values.
-  const uint column_group = simdgroup % column_groups, lane_vector = lane % p.lanes;
-  Sums<rows> total;
-
+  // What is a simdgroup's own, and a lane's: a row of the softmax, columns of the values.
   threadgroup float* own_weights = weights + simdgroup * simd_keys * rows;
-  for (uint start = first; start < end; start += step) {
-    const uint own_start = start + simdgroup * simd_keys, own_end = max(own_start, min(own_start + simd_keys, end));
+  threadgroup uint* own_pages = pages + simdgroup * simd_keys;
+  threadgroup float* own_factors = factors + simdgroup * rows;
+  const uint row = lane % rows, column_group = simdgroup % column_groups, lane_vector = lane % p.lanes;
+  Softmax<rows> softmax = {row, -INFINITY, 0.0f};
+  Sums<rows> total;
+  for (uint start = chunk.first; start < chunk.end; start += step_keys) {
+    const uint own_start = start + simdgroup * simd_keys;
+    const Span own = {own_start, max(own_start, min(own_start + simd_keys, chunk.end))};
     split_barrier<rows>();
     if (paged) {
-      const uint key = own_start + lane;
-      int page = -1;
-      if (key < own_end) {
-        page = table[ulong(sequence) * p.table_pages + (key >> p.page_bits)];
-      }
-      pages[simdgroup * simd_keys + lane] = page < 0 ? p.pages : min(uint(page), p.pages);
+      const uint key = own.first + lane;
+      const int page = key < own.end ? table[ulong(sequence) * p.table_pages + (key >> p.page_bits)] : -1;
+      own_pages[lane] = page < 0 ? p.pages : min(uint(page), p.pages);
       split_barrier<rows>();
     }
-
-    // Scores: eight lanes to a key.
     for (uint d = 0; d == 0 || d < p.head_dim; d += depth) {
-      if (start == first || p.head_dim > depth) {
+      if (start == chunk.first || p.head_dim > depth) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        const uint row_vectors = (min(depth, p.head_dim - d) + 31) / 32 * 8;
-        for (uint i = thread_index; i < count * row_vectors; i += threads) {
-          const uint r = first_row + i / row_vectors, column = 4 * (i % row_vectors);
-          const ulong offset =
-              sequence * p.q.batch + (kv_head * p.group + r / p.queries) * p.q.head + r % p.queries * p.q.row;
-          memory[(i / row_vectors * depth + column) / 4] = load4(q + offset, d + column, p.head_dim, aligned);
-        }
+        stage_queries<depth>(memory, q, d, block, thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      for (uint j = lane / 8; own_start + j / 4 * 4 < own_end; j += 4) {
-        const uint key = own_start + j, part = lane % 8;
-        const uint page = paged ? pages[simdgroup * simd_keys + j] : sequence;
-        const uint slot = paged ? key & ((1u << p.page_bits) - 1) : key;
-        const bool there = key < own_end && page < p.pages;
-        device const T* key_row = k + page * p.k.batch + slot * p.k.row;
-        float4 numbers[depth / 32];
-        for (uint i = 0; i < depth / 32; ++i) {
-          numbers[i] = 0.0f;
-          if (there && d + 32 * i < p.head_dim) {
-            numbers[i] = load4(key_row, d + 32 * i + 4 * part, p.head_dim, aligned);
-          }
-        }
-        for (uint block = 0; block < rows; block += 8) {
-          if (block < count) {
-            float products[8];
-            for (uint r = 0; r < 8; ++r) {
-              products[r] = 0.0f;
-              for (uint i = 0; i < depth / 32; ++i) {
-                if (block + r < count && d + 32 * i < p.head_dim) {
-                  products[r] += dot(numbers[i], memory[((block + r) * depth + 32 * i + 4 * part) / 4]);
-                }
-              }
-            }
-            const float product = sum_of_lane(products, lane);
-            threadgroup float& score = own_weights[j * rows + block + part];
-            score = d == 0 ? product : score + product;
-          }
-        }
-      }
+      add_products<rows, depth>(own_weights, memory, k, own_pages, own, d, block, lane);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-
-    // Softmax: a row to a lane.
-    float larger = -INFINITY;
-    for (uint j = lane / rows; j < simd_keys; j += key_stride) {
-      const uint key = own_start + j;
-      float score = -INFINITY;
-      if (row < count && key < own_end && row_keys.has(key) && (!paged || pages[simdgroup * simd_keys + j] < p.pages)) {
-        const float b = mask_bias(seen, bias, mask_row + key * p.scoring.mask_key, p.scoring);
-        score = Score(own_weights[j * rows + row], p.scoring).masked(b);
-      }
-      own_weights[j * rows + row] = score;
-      larger = max(larger, score);
-    }
-    for (uint bit = rows; bit < 32; bit *= 2) {
-      larger = max(larger, simd_shuffle_xor(larger, ushort(bit)));
-    }
-    if (column_groups > 1) {
-      maxima[simdgroup * rows + row] = larger;
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint s = 0; s < simdgroups; ++s) {
-        larger = max(larger, maxima[s * rows + row]);
-      }
-    }
-    larger = max(larger, maximum);
-    const float shift = shift_of(larger), factor = weight(maximum, shift, p.scoring);
-    float added = 0.0f;
-    for (uint j = lane / rows; j < simd_keys; j += key_stride) {
-      const float score = own_weights[j * rows + row];
-      const float w = score == -INFINITY ? hidden : weight(score, shift, p.scoring);
-      own_weights[j * rows + row] = w;
-      added += w;
-    }
-    for (uint bit = rows; bit < 32; bit *= 2) {
-      added += simd_shuffle_xor(added, ushort(bit));
-    }
-    sum = sum * factor + added;
-    maximum = larger;
+    const float factor = softmax.weigh(own_weights, seen, bias, own_pages, maxima, own, block, lane, simdgroup);
     if (lane < rows) {
-      factors[simdgroup * rows + row] = factor;
+      own_factors[row] = factor;
     }
     split_barrier<rows>();
 
     // Values: neighbouring lanes have neighbouring columns.
-    total.scale(factors + simdgroup * rows, count);
-    const uint values_start = key_groups == 1 ? start : own_start,
-               values_end = key_groups == 1 ? min(start + step, end) : own_end;
-    for (uint key = values_start + lane / p.lanes; key < values_end; key += 32 / p.lanes) {
+    total.scale(own_factors, block.count);
+    const Span valued = {key_groups == 1 ? start : own.first,
+                         key_groups == 1 ? min(start + step_keys, chunk.end) : own.end};
+    for (uint key = valued.first + lane / p.lanes; key < valued.end; key += 32 / p.lanes) {
       const uint page = paged ? pages[key - start] : sequence;
-      if (paged && page == p.pages) {
-        continue;
-      }
-      device const T* value_row = v + page * p.v.batch + (paged ? key & ((1u << p.page_bits) - 1) : key) * p.v.row;
-      Columns value[vectors];
-      for (uint i = 0; i < vectors; ++i) {
-        const uint vector = lane_vector + 32 * i;
-        value[i] = Columns(0.0f);
-        if (vector < p.share) {
-          load(value_row, width * (column_group * p.share + vector), p.value_dim, value[i]);
+      if (page < p.pages) {
+        device const T* value_row = row_of(v, key, page, p.v, p);
+        Columns value[vectors];
+        for (uint i = 0; i < vectors; ++i) {
+          const uint vector = lane_vector + 32 * i;
+          value[i] = Columns(0.0f);
+          if (vector < p.share) {
+            load(value_row, width * (column_group * p.share + vector), p.value_dim, value[i]);
+          }
         }
+        total.add(weights + (key - start) * rows, value, block.count);
       }
-      total.add(weights + (key - start) * rows, value, count);
     }
   }
 
-  // What the simdgroups have is brought to one maximum, and added in their order.
   for (uint bit = p.lanes; bit < 32; bit *= 2) {
     total.join_lanes(bit);
   }
+  const float factor = softmax.join(maxima, sums, block, lane, simdgroup);
   if (lane < rows) {
-    maxima[simdgroup * rows + row] = maximum;
-    sums[simdgroup * rows + row] = sum;
+    own_factors[row] = factor;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  float all_sum = 0.0f;
-  for (uint s = 0; s < simdgroups; ++s) {
-    maximum = max(maximum, maxima[s * rows + row]);
-  }
-  for (uint s = 0; s < simdgroups; ++s) {
-    const float factor = weight(maxima[s * rows + row], shift_of(maximum), p.scoring);
-    all_sum += sums[s * rows + row] * factor;
-    if (s == simdgroup && lane < rows) {
-      factors[s * rows + row] = factor;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const ulong all_rows = ulong(groups.z) * p.kv_heads * p.group * p.queries;
-  if (simdgroup == 0 && lane < count) {
-    const ulong index = (ulong(sequence) * p.kv_heads * p.group + row_head) * p.queries + row_query;
-    sums[row] = all_sum;
+  // Of the rows of all sequences, those of this chunk come after those of the chunks before it.
+  const ulong chunk_rows = ulong(groups.z) * block.heads() * p.queries * group.x;
+  if (simdgroup == 0 && lane < block.count) {
+    sums[row] = softmax.sum;
     if (p.chunks == 1) {
-      lse[index] = log_sum(maximum, all_sum, p.scoring);
+      lse[block.index(row)] = log_sum(softmax.maximum, softmax.sum, p.scoring);
     } else {
-      statistics[2 * (group.x * all_rows + index)] = maximum;
-      statistics[2 * (group.x * all_rows + index) + 1] = all_sum;
+      statistics[2 * (chunk_rows + block.index(row))] = softmax.maximum;
+      statistics[2 * (chunk_rows + block.index(row)) + 1] = softmax.sum;
     }
   }
-  if (p.chunks > 1 && first == end) {
+  if (p.chunks > 1 && chunk.first == chunk.end) {
     return;
   }
-  total.scale(factors + simdgroup * rows, count);
+  total.scale(own_factors, block.count);
 #pragma unroll
-  for (uint block = 0; block < rows; block += 8) {
-    if (block < count) {
+  for (uint first = 0; first < rows; first += 8) {
+    if (first < block.count) {
+      // What the simdgroups have of these rows, added in their order.
       for (uint turn = 0; turn < key_groups; ++turn) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (uint i = 0; i < vectors; ++i) {
           const uint vector = lane_vector + 32 * i;
           if (simdgroup / column_groups == turn && lane < p.lanes && vector < p.share) {
             for (uint r = 0; r < 8; ++r) {
-              threadgroup Columns& to = *reinterpret_cast<threadgroup Columns*>(
-                  queries + r * most_columns + width * (column_group * p.share + vector));
-              to = turn == 0 ? total.o[block + r][i] : to + total.o[block + r][i];
+              threadgroup Columns& to =
+                  *reinterpret_cast<threadgroup Columns*>(reinterpret_cast<threadgroup float*>(memory) +
+                                                          r * most_columns + width * (column_group * p.share + vector));
+              to = turn == 0 ? total.o[first + r][i] : to + total.o[first + r][i];
             }
           }
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const uint row_vectors = (p.value_dim + 3) / 4;
-      for (uint i = thread_index; i < min(8u, count - block) * row_vectors; i += threads) {
-        const uint r = block + i / row_vectors, column = 4 * (i % row_vectors);
-        const uint head = kv_head * p.group + (first_row + r) / p.queries, query = (first_row + r) % p.queries;
+      for (uint i = thread_index; i < min(8u, block.count - first) * row_vectors; i += threads) {
+        const uint r = first + i / row_vectors, column = 4 * (i % row_vectors);
         const float4 values = memory[(i / row_vectors * most_columns + column) / 4];
         if (p.chunks == 1) {
-          const ulong index = (ulong(sequence) * p.queries + query) * p.kv_heads * p.group + head;
+          const ulong index = (ulong(sequence) * p.queries + block.query(r)) * block.heads() + block.head(r);
           store4(o + index * p.value_dim, column, p.value_dim, p.aligned_o, quotient(values, sums[r]));
         } else {
-          const ulong index = (ulong(sequence) * p.kv_heads * p.group + head) * p.queries + query;
-          store4(partial_o + (group.x * all_rows + index) * p.value_dim, column, p.value_dim, p.aligned_o, values);
+          store4(partial_o + (chunk_rows + block.index(r)) * p.value_dim, column, p.value_dim, p.aligned_o, values);
         }
       }
     }
