@@ -93,7 +93,7 @@ struct Block {
     const uint start = keys_of(position, keys, p.scoring).first;
     const uint end = keys_of(position + p.queries - 1, keys, p.scoring).end;
     const uint steps = p.chunks * step_keys;
-    const uint length = end > start ? (end - start + steps - 1) / steps * step_keys : 0;
+    const uint length = (end - start + steps - 1) / steps * step_keys;
     const uint from = min(start + chunk * length, end);
     const Span span = {from, min(from + length, end)};
     return span;
