@@ -188,7 +188,7 @@ struct Softmax {
     for (uint j = lane / rows; j < simd_keys; j += stride) {
       const uint key = own.first + j;
       float score = -INFINITY;
-      if (row < block.count && key < own.end && visible.has(key) && (!paged || pages[j] < block.p.pages)) {
+      if (row < block.count && visible.has(key) && (!paged || pages[j] < block.p.pages)) {
         score = Score(scores[j * rows + row], scoring)
                     .masked(mask_bias(seen, bias, mask_row + key * scoring.mask_key, scoring));
       }

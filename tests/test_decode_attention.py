@@ -241,7 +241,10 @@ def test_it_has_no_gradient(device):
 
 @pytest.mark.parametrize("rows", [2, 12])
 def test_checked_mode_with_chunks_and_widths(rows, checked_device):
+    """Caches that end within a step, with rows that fill their vectors and lanes, and rows that do not."""
     check(long(rows, queries=2, head_dim=100, value_dim=70), checked_device)
+    for head_dim, value_dim in ((64, 12), (7, 5)):
+        check(tensors(1, 37, rows, 1, head_dim, value_dim, lengths=(5, 37)), checked_device)
 
 
 GOOD = {"q": torch.ones(2, 4, 5, 8), "k": torch.ones(2, 2, 6, 8), "v": torch.ones(2, 2, 6, 8)}
