@@ -64,9 +64,10 @@ check-versions: setup
 	$(BIN)/python -m pytest tests/apple -m versions $(ARGS)
 
 # All of the conformance suite, of which `make test` runs a twentieth (docs/conformance.md), and of the states of LoRA
-# models, of which it runs a selection.
+# models and the options of attention, of which it runs a selection.
 conformance: setup
-	$(BIN)/python -m pytest -n auto tests/conformance tests/test_lora_matrix.py --conformance=all $(ARGS)
+	$(BIN)/python -m pytest -n auto tests/conformance tests/test_lora_matrix.py tests/test_attention_matrix.py \
+	--conformance=all $(ARGS)
 
 lint: setup
 	$(BIN)/actionlint -shellcheck $(BIN)/shellcheck

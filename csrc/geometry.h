@@ -164,8 +164,8 @@ inline DecodePlan plan_decode(
   plan.rows = rows <= 8 ? 8 : 32;
   plan.row_blocks = static_cast<uint32_t>(quotient(rows, plan.rows));
   // Enough threadgroups for three or four to a core (up to 20 cores, and up to 80). A chunk of 512 keys of 128 numbers
-  // in half precision reads 256 KB and writes 4 KB of sums for 8 rows. 64 chunks are as many as one simdgroup adds up
-  // while the memory of its sums is still in the cache. No Mac has timed these numbers.
+  // in half precision reads 256 KB and writes 4 KB of sums for 8 rows. Each row's sums are added by one threadgroup,
+  // chunk after chunk, which 64 of them keep short. No Mac has timed these numbers.
   constexpr int64_t least_span = 512, most_chunks = 64;
   const int64_t wanted = large_chip ? 256 : 64, groups = sequences * kv_heads * plan.row_blocks;
   plan.chunks =

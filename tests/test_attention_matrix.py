@@ -26,13 +26,13 @@ FACTORS: dict[str, Sequence] = {
     # Of queries and keys, and of values: each tiled kernel, its widest head and another.
     "dims": ((32, 32), (64, 40), (80, 128), (128, 128), (72, 136), (256, 256)),
     "dtype": tuple(DTYPES),
-    "heads": ((2, 2), (4, 2), (3, 1)),
+    "heads": ((2, 2), (6, 2)),
     "lengths": ((33, 33), (40, 7), (9, 70)),
     "causal": ("none", "upper_left", "lower_right"),
     "window": (None, 12),
     "softcap": (None, 3.0),
     "mask": ("none", "keys", "bool", "additive"),
-    "layout": ("dense", "heads inside", "misaligned"),
+    "layout": ("heads inside", "misaligned"),
 }
 
 
@@ -50,12 +50,10 @@ def test_the_selection_has_every_pair():
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
-    """The same values ``[B, H, N, D]``: as they are, as a projection leaves them, and behind an odd offset."""
+    """The same values ``[B, H, N, D]`` as a projection leaves them, or behind an odd offset and with gaps."""
     if layout == "heads inside":
         return t.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "misaligned":
-        return t.new_empty(*t.shape[:-1], t.shape[-1] + 3)[..., 1 : 1 + t.shape[-1]].copy_(t)
-    return t
+    return t.new_empty(*t.shape[:-1], t.shape[-1] + 3)[..., 1 : 1 + t.shape[-1]].copy_(t)
 
 
 def make_mask(kind: str, heads: int, queries: int, keys: int) -> Tensor | None:
@@ -108,14 +106,20 @@ def check(case: Case, device: torch.device | str) -> None:
 
 
 def test_values_and_gradients(cases: list[Case], device: torch.device) -> None:
+    if device.type == "cpu" and cases[0]["algorithm"] != "tiled":
+        pytest.skip("the CPU has one algorithm")
     for case in cases:
         check(case, device)
 
 
+@functools.cache
+def selection() -> list[Case]:
+    return list(matrices.pairwise(FACTORS, possible))
+
+
 def test_in_checked_mode(cases: list[Case], checked_device: torch.device, request: pytest.FixtureRequest) -> None:
-    if len(cases) > 1:
-        cases = [case for case in cases if case in list(matrices.pairwise(FACTORS, possible))]
-    elif request.config.getoption("--conformance", None) != "all":
+    if request.config.getoption("--conformance", None) != "all":
         pytest.skip("compiles every kernel in its instrumented form; part of make conformance")
     for case in cases:
-        check(case, checked_device)
+        if case in selection():
+            check(case, checked_device)
