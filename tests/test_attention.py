@@ -345,6 +345,13 @@ def test_scores_of_any_size(device, attend):
         assert_accurate(*triple, name, 8.0)
 
 
+def test_one_score_above_all_others(device, attend):
+    """Wherever it is: row i is value i, all others are 1,000 below. Relative to those its weight would be infinite."""
+    tensors = {n: t.to(device) for n, t in qkv(1, 1, 1, 13, 13, 8).items()}
+    bias = torch.full((13, 13), -1000.0).fill_diagonal_(0.0)
+    assert_rounding_only(attend(**tensors, mask=bias.to(device)), tensors["v"])
+
+
 @pytest.mark.parametrize("head_dim", [264, 320])
 def test_wide_heads(head_dim, device):
     """Beyond what the tiled kernels take, auto is materialised."""
