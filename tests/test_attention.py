@@ -199,6 +199,25 @@ def test_finfo_min_is_a_number(dtype, device, attend):
     torch.testing.assert_close(dv.cpu().double(), exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("highest", [0, 33])
+def test_a_row_far_below_zero(highest, device, attend):
+    """-5,000 on every score, so that lse cannot hold the logarithm of their sum, and one of 40 stands out a little."""
+    tensors = {n: t.to(device) for n, t in qkv(1, 1, 1, 3, 40, 4).items()}
+    bias = torch.full((3, 40), -5000.0)
+    bias[:, highest] += 3.0
+    names, incoming = list(tensors), [torch.randn(1, 1, 3, 4)]
+    found, grads = run(functools.partial(attend, mask=bias.to(device)), tensors, names, incoming)
+    exact, exact_grads = run(
+        functools.partial(stock, mask=bias.double()),
+        {n: t.cpu().double() for n, t in tensors.items()},
+        names,
+        [incoming[0].double()],
+    )
+    for ours, right in zip(found + grads, exact + exact_grads, strict=True):
+        # Scores of 5,000 have steps of 2^-11 in float32, weights of a row an error of as much of themselves.
+        torch.testing.assert_close(ours.cpu().double(), right, rtol=0, atol=2**-10 * right.abs().max().item())
+
+
 def test_left_padding(device, attend):
     """Lengths 3 and 9 in one batch: the last row of each equals the sequence on its own."""
     tensors = {n: t.to(device) for n, t in qkv(2, 4, 2, 9, 9, 16).items()}
