@@ -59,11 +59,13 @@ AttentionScoring attention_scoring(const AttentionOptions& options, const Attent
 }
 
 void check_scoring(const char* op, const AttentionOptions& options) {
-  CHECK_VALUE(std::isfinite(options.scale), op, "scale", options.scale, "a finite number");
+  // Kernels have both in float32, and in other units.
+  constexpr double smallest = 1e-30, largest = 1e30;
+  CHECK_VALUE(std::abs(options.scale) <= largest, op, "scale", options.scale, "a finite number, at most 1e+30");
   CHECK_VALUE(!options.sliding_window || *options.sliding_window >= 1, op, "sliding_window", *options.sliding_window,
               "None or at least 1");
-  CHECK_VALUE(!options.softcap || (*options.softcap > 0 && std::isfinite(*options.softcap)), op, "softcap",
-              *options.softcap, "None or a finite positive number");
+  CHECK_VALUE(!options.softcap || (*options.softcap >= smallest && *options.softcap <= largest), op, "softcap",
+              *options.softcap, "None or a positive number, 1e-30 to 1e+30");
 }
 
 void check_attention(

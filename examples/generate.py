@@ -46,6 +46,13 @@ def generate(
             answers[s].append(token)
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
 def main(argv: list[str] | None = None) -> int:
     from finetune import UserError
     from finetune.model import find_device, find_model, load_model, load_tokenizer
@@ -53,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="+", help="what the user says, one argument a conversation")
     parser.add_argument("--model", help="folder, .gguf file or hub name; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--pages", type=int, default=64, help="pages that all conversations share")
+    parser.add_argument("--max-new-tokens", type=positive, default=40)
+    parser.add_argument("--pages", type=positive, default=64, help="pages that all conversations share")
     parser.add_argument("--page-size", type=int, default=16, choices=(8, 16, 32), help="tokens of a page")
     parser.add_argument("--device", help="default: mps if there is one, else cpu")
     options = parser.parse_args(argv)
@@ -72,7 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         for text in options.prompts
     ]
     cache = torch_metalk.PagedCache.for_model(model, options.pages, options.page_size)
-    answers = generate(model, prompts, cache, max_new_tokens=options.max_new_tokens, end=tokenizer.eos_token_id)
+    try:
+        answers = generate(model, prompts, cache, max_new_tokens=options.max_new_tokens, end=tokenizer.eos_token_id)
+    except torch_metalk.CacheFull as error:
+        print(f"error: {error}; see --pages", file=sys.stderr)
+        return 2
     for text, answer in zip(options.prompts, answers, strict=True):
         print(f"> {text}\n{tokenizer.decode(answer, skip_special_tokens=True)}\n")
     return 0

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import models
-from torch_metalk import PagedCache, patch
+from torch_metalk import CacheFull, PagedCache, patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from generate import generate
+from generate import generate, main
 
 
 def tiny(family: str, device: torch.device):
@@ -74,7 +74,7 @@ def test_pages_come_and_go():
     assert step.slots.tolist() == [8 * pages[1]]
     assert cache.extend([a, b], 1).tables.shape == (2, 2)
     assert cache.free_pages == 0
-    with pytest.raises(RuntimeError, match="1 pages are needed and 0 are free"):
+    with pytest.raises(CacheFull, match="1 pages are needed and 0 are free"):
         cache.extend([cache.add()], 3)
     cache.extend([b], 6)  # there is room on its page
     cache.free(a)
@@ -100,5 +100,52 @@ def test_what_it_refuses(device):
     patch(model)
     cache = PagedCache.for_model(model, pages=4)
     step = cache.extend([cache.add()], 3)
+    ids = torch.ones(1, 3, dtype=torch.long, device=device)
     with pytest.raises(ValueError, match=r"call it under torch.no_grad"):
-        model(torch.ones(1, 3, dtype=torch.long, device=device), paged_step=step, use_cache=False)
+        model(ids, position_ids=step.positions, paged_step=step, use_cache=False)
+    for arguments, message in (
+        ({"layers": 0}, "'layers' is 0"),
+        ({"pages": -1}, "'pages' is -1"),
+        ({"dtype": torch.int32}, "'dtype' is torch.int32"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            PagedCache(**({"layers": 1, "pages": 4, "kv_heads": 1, "head_dim": 8} | arguments))
+    with pytest.raises(ValueError, match=r"PagedCache.free: sequences \[99\]"):
+        cache.free(99)
+    with pytest.raises(ValueError, match=r"PagedCache.length: sequences \[99\]"):
+        cache.length(99)
+
+
+@torch.no_grad()
+def test_a_step_is_for_one_pass_of_its_tokens(device):
+    """A step that is too old, of other tokens or at other positions would write into what others own."""
+    model = tiny("llama", device)
+    patch(model)
+    cache = PagedCache.for_model(model, pages=4)
+    sequence = cache.add()
+    ids = torch.ones(1, 3, dtype=torch.long, device=device)
+
+    def run(ids, step, **arguments):
+        return model(ids, paged_step=step, use_cache=False, **arguments).logits
+
+    first = cache.extend([sequence], 3)
+    with pytest.raises(ValueError, match=r"tokens of shape \(1, 2\); accepted: \(1, 3\)"):
+        run(ids[:, :2], first, position_ids=first.positions[:, :2])
+    assert torch.equal(run(ids, first, position_ids=first.positions.clone()), run(ids, first))
+    second = cache.extend([sequence], 3)
+    with pytest.raises(ValueError, match=r"position_ids=step\.positions"):
+        run(ids, second)
+    with pytest.raises(ValueError, match="a step is for one pass"):
+        run(ids, first, position_ids=first.positions)
+    run(ids, second, position_ids=second.positions)
+    cache.free(sequence)
+    with pytest.raises(ValueError, match="a step is for one pass"):
+        run(ids, second, position_ids=second.positions)
+
+
+@pytest.mark.parametrize("arguments", [("--max-new-tokens", "0"), ("--pages", "-3")])
+def test_the_example_refuses_what_is_no_number(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "Hello"])
+    assert caught.value.code == 2
+    assert f"{arguments[1]} is not at least 1" in capsys.readouterr().err

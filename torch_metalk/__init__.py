@@ -8,7 +8,7 @@ from torch_metalk import ops
 from torch_metalk._calibrate import calibrate
 from torch_metalk._doctor import doctor
 from torch_metalk._version import __version__
-from torch_metalk.paged_cache import PagedCache
+from torch_metalk.paged_cache import CacheFull, PagedCache
 from torch_metalk.patching import PatchReport, patch, unpatch
 
-__all__ = ["PagedCache", "PatchReport", "__version__", "calibrate", "doctor", "ops", "patch", "unpatch"]
+__all__ = ["CacheFull", "PagedCache", "PatchReport", "__version__", "calibrate", "doctor", "ops", "patch", "unpatch"]

@@ -17,6 +17,10 @@ from torch_metalk.ops.paged_attention import PAGE_SIZES
 IMPLEMENTATION = "torch_metalk"
 
 
+class CacheFull(RuntimeError):
+    """There are too few free pages in a `PagedCache`."""
+
+
 class PagedCache:
     """The cache of a patched model's attention layers, for sequences that come and go and differ in length.
 
@@ -24,8 +28,17 @@ class PagedCache:
 
         cache = PagedCache.for_model(model, pages=64)
         sequence = cache.add()
-        step = cache.extend([sequence], len(prompt))
-        logits = model(prompt[None], position_ids=step.positions, paged_step=step, use_cache=False).logits
+        ids = prompt[None]
+        with torch.no_grad():
+            for _ in range(40):
+                step = cache.extend([sequence], ids.shape[1])
+                out = model(ids, position_ids=step.positions, paged_step=step, use_cache=False)
+                ids = out.logits[:, -1:].argmax(-1)
+        cache.free(sequence)
+
+    `examples/generate.py` does so for several sequences at once. Nothing is padded, and masks of padding do not count.
+    A step is for one forward pass; where that fails, free its sequences. A model that is not patched takes no notice
+    of `paged_step`.
 
     Args:
         layers: number of attention layers.
@@ -48,6 +61,11 @@ class PagedCache:
     ):
         if page_size not in PAGE_SIZES:
             raise ValueError(f"PagedCache: argument 'page_size' is {page_size}; accepted: {PAGE_SIZES}")
+        if not dtype.is_floating_point:
+            raise TypeError(f"PagedCache: argument 'dtype' is {dtype}; accepted: that of the model's keys and values")
+        for name, value in (("layers", layers), ("pages", pages), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+            if value < 1:
+                raise ValueError(f"PagedCache: argument '{name}' is {value}; accepted: at least 1")
         shape = (layers, pages, page_size, kv_heads, head_dim)
         self.k_pages, self.v_pages = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         self.page_size = page_size
@@ -82,6 +100,7 @@ class PagedCache:
 
     @property
     def free_pages(self) -> int:
+        """Pages that no sequence has."""
         return len(self._free)
 
     def add(self) -> int:
@@ -93,10 +112,13 @@ class PagedCache:
 
     def free(self, sequence: int) -> None:
         """The sequence ends, its pages are free."""
+        self._check([sequence], "free")
         self._free += reversed(self._tables.pop(sequence))
         del self._lengths[sequence]
 
     def length(self, sequence: int) -> int:
+        """Tokens that the sequence has."""
+        self._check([sequence], "length")
         return self._lengths[sequence]
 
     def extend(self, sequences: Sequence[int], tokens: int) -> PagedStep:
@@ -108,13 +130,9 @@ class PagedCache:
 
         Raises:
             ValueError: a sequence twice or unknown; more than 8 tokens at once where a sequence has some already.
-            RuntimeError: there are too few free pages. Nothing has changed then.
+            CacheFull: there are too few free pages. Nothing has changed then.
         """
-        unknown = [s for s in sequences if s not in self._lengths]
-        if unknown or len(set(sequences)) != len(sequences):
-            raise ValueError(
-                f"PagedCache.extend: sequences {list(sequences)}; accepted: {list(self._lengths)}, each once"
-            )
+        self._check(sequences, "extend")
         before = [self._lengths[s] for s in sequences]
         if tokens < 1 or (tokens > MOST_QUERIES and any(before)):
             raise ValueError(
@@ -125,7 +143,7 @@ class PagedCache:
             -(-(n + tokens) // self.page_size) - len(self._tables[s]) for s, n in zip(sequences, before, strict=True)
         ]
         if sum(wanted) > len(self._free):
-            raise RuntimeError(
+            raise CacheFull(
                 f"PagedCache.extend: {sum(wanted)} pages are needed and {len(self._free)} are free; "
                 "make the cache larger, or end a sequence with free"
             )
@@ -151,7 +169,18 @@ class PagedCache:
             tables=on_device([t + [-1] * (widest - len(t)) for t in tables]),
             lengths=on_device([n + tokens for n in before]),
             first=not any(before),
+            sequences={s: n + tokens for s, n in zip(sequences, before, strict=True)},
         )
+
+    def holds(self, lengths: dict[int, int]) -> bool:
+        """Whether all of these sequences are there, and so long."""
+        return all(self._lengths.get(sequence) == length for sequence, length in lengths.items())
+
+    def _check(self, sequences: Sequence[int], method: str) -> None:
+        if any(s not in self._lengths for s in sequences) or len(set(sequences)) != len(sequences):
+            raise ValueError(
+                f"PagedCache.{method}: sequences {list(sequences)}; accepted: {list(self._lengths)}, each once"
+            )
 
 
 @dataclass(frozen=True)
@@ -164,6 +193,7 @@ class PagedStep:
         tables: ``[B, pages of the longest sequence]``.
         lengths: ``[B]``, with the new tokens.
         first: the sequences had no tokens before.
+        sequences: their lengths with the new tokens, by their numbers.
     """
 
     cache: PagedCache
@@ -172,6 +202,21 @@ class PagedStep:
     tables: Tensor
     lengths: Tensor
     first: bool
+    sequences: dict[int, int]
+
+    def check(self, batch: int, tokens: int, positions: Tensor | None) -> None:
+        """Raises unless this many tokens of so many sequences, at these positions, are those that the step is for."""
+        if not self.cache.holds(self.sequences):
+            raise ValueError(
+                f"paged_step: sequences of lengths {self.sequences} were freed or went on since; a step is for one pass"
+            )
+        if (batch, tokens) != self.positions.shape:
+            raise ValueError(
+                f"paged_step: tokens of shape {(batch, tokens)}; accepted: {tuple(self.positions.shape)}, as extended"
+            )
+        # Another tensor is compared, which waits for the device.
+        if positions is not self.positions and (positions is None or not torch.equal(positions, self.positions)):
+            raise ValueError("paged_step: the model's position_ids are others; accepted: position_ids=step.positions")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         """Store the new keys and values of a layer, ``[B, Hkv, tokens, D]``, and attend to all of their sequences.

@@ -15,6 +15,8 @@ _ALIGNMENT = ("upper_left", "lower_right")
 _ALGORITHMS = ("auto", "tiled", "materialised")
 # What auto becomes where backward is to follow: scores have to be made there as they were in forward, to the last bit.
 _AUTO_WITH_BACKWARD = "auto_with_backward"
+# Kernels have them in float32, and other units.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 # Scores of one block of query rows that the twin holds at a time: 64 MiB in float32.
 _BLOCK_SCORES = 2**24
 
@@ -154,13 +156,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: _Options, op: str = "attent
 
 
 def _check_scoring(op: str, options: _Options) -> None:
-    if not math.isfinite(options.scale):
-        _checks.refuse(op, "scale", options.scale, "a finite number")
+    if not abs(options.scale) <= _LARGEST:
+        _checks.refuse(op, "scale", options.scale, f"a finite number, at most {_LARGEST:g}")
     sliding_window, softcap = options.sliding_window, options.softcap
     if sliding_window is not None and sliding_window < 1:
         _checks.refuse(op, "sliding_window", sliding_window, "None or at least 1")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        _checks.refuse(op, "softcap", softcap, "None or a finite positive number")
+    if softcap is not None and not _SMALLEST <= softcap <= _LARGEST:
+        _checks.refuse(op, "softcap", softcap, f"None or a positive number, {_SMALLEST:g} to {_LARGEST:g}")
 
 
 def _mask_rows(mask: Tensor, rows: slice, kv_heads: int, group: int) -> Tensor:

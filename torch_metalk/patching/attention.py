@@ -68,7 +68,11 @@ def attention_forward(
     """
     if paged_step is not None:
         if not getattr(module, "is_causal", True) or dropout > 0 or _wants_more(module, kwargs):
-            raise ValueError("paged_step: this attention is not causal, or asks for more than a PagedCache does")
+            raise ValueError(
+                "paged_step: this attention is not causal, has dropout (call model.eval()), or asks for more than a "
+                "PagedCache does"
+            )
+        paged_step.check(query.shape[0], query.shape[2], kwargs.get("position_ids"))
         output = paged_step.attend(
             module.layer_idx, query, key, value, scale=scaling, sliding_window=sliding_window, softcap=softcap
         )
