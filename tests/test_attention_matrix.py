@@ -97,9 +97,9 @@ def check(case: Case, device: torch.device | str) -> None:
         functools.partial(stock, mask=mask, **options), {n: t.double() for n, t in tensors.items()}, names, incoming
     )
     # Half precision rounds once, the definition after every step. In float32, backward subtracts sum(do * o) where the
-    # definition has sum(dp * p): of a row that sees few keys the difference is nearly nothing, and what is left is its
-    # rounding. PyTorch's own kernel for the CPU, which the twin uses, has up to 6 times the definition's error there.
-    factor = 8.0 if dtype == torch.float32 else 2.0
+    # definition has sum(dp * p): of a row that sees one key the difference is nothing, and what is left is rounding.
+    # PyTorch's own kernel for the CPU, which the twin uses, has 12 times the definition's error there.
+    factor = 16.0 if dtype == torch.float32 else 2.0
     results = zip(("o", *names), found + found_grads, measure + measure_grads, exact + exact_grads, strict=True)
     for name, *triple in results:
         assert_accurate(*triple, f"{name} of {dict(case)}", factor)
